@@ -1,0 +1,190 @@
+"""The three forms of the additive attention bias b in softmax(scale * q k^T + b) v (paper Eq. 1-2).
+
+Each form separates *data*, built once per batch and shared by every layer, from what is *learned* per layer.
+Only :class:`DenseBias` holds one value per head and node pair; the compact forms are never expanded to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+MASKED_BUCKET = 255  # index value of a node pair that must not attend
+MAX_BUCKETS = 255
+MAX_CHANNELS = 16
+
+
+def _check_plane(name: str, tensor: Tensor, ndim: int, axes: str) -> None:
+    if tensor.ndim != ndim:
+        raise ValueError(f"{name} must have shape {axes}, got {tuple(tensor.shape)}")
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBias:
+    """One learned (or constant) value per head and node pair.
+
+    Args:
+        values: floating point [B or 1, H or 1, M, N]; -inf means "cannot attend".
+    """
+
+    values: Tensor
+    form: ClassVar[str] = "dense"
+
+    def __post_init__(self) -> None:
+        _check_plane("DenseBias values", self.values, 4, "[B or 1, H or 1, M, N]")
+        if self.values.dtype == torch.bool:
+            raise ValueError(
+                "DenseBias values must be floating point, got torch.bool; a boolean mask is ambiguous: True means "
+                "'attend' to F.scaled_dot_product_attention and 'ignore' to nn.MultiheadAttention. "
+                "Pass a float tensor with -inf where a pair must not attend"
+            )
+        if not self.values.is_floating_point():
+            raise ValueError(f"DenseBias values must be floating point, got {self.values.dtype}")
+
+    @property
+    def data(self) -> None:
+        return None
+
+    @property
+    def learned(self) -> Tensor:
+        return self.values
+
+    @property
+    def mask(self) -> None:
+        return None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B or 1, H or 1, M, N]."""
+        return self.values.shape
+
+    def rows(self, index: Tensor | slice) -> DenseBias:
+        """The bias of these query rows."""
+        return DenseBias(self.values[:, :, index])
+
+    def materialize(self) -> Tensor:
+        """The bias as a dense tensor [B or 1, H or 1, M, N]."""
+        return self.values
+
+
+@dataclass(frozen=True, eq=False)
+class BucketBias:
+    """b[h, i, j] = table[h, index[i, j]]: Graphormer's spatial encoding (arXiv:2106.05234, Eq. 6).
+
+    Args:
+        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend".
+        table: learned, floating point [H, R], R <= 255.
+    """
+
+    index: Tensor
+    table: Tensor
+    form: ClassVar[str] = "bucket"
+
+    def __post_init__(self) -> None:
+        _check_plane("BucketBias index", self.index, 3, "[B or 1, M, N]")
+        if self.index.dtype != torch.uint8:
+            raise ValueError(f"BucketBias index must be torch.uint8, got {self.index.dtype}")
+        _check_plane("BucketBias table", self.table, 2, "[H, R]")
+        if not self.table.is_floating_point():
+            raise ValueError(f"BucketBias table must be floating point, got {self.table.dtype}")
+        if not 1 <= self.table.shape[1] <= MAX_BUCKETS:
+            raise ValueError(
+                f"BucketBias table must have 1 to {MAX_BUCKETS} buckets (255 marks a masked pair), "
+                f"got shape {tuple(self.table.shape)}"
+            )
+
+    @property
+    def data(self) -> Tensor:
+        return self.index
+
+    @property
+    def learned(self) -> Tensor:
+        return self.table
+
+    @property
+    def mask(self) -> None:
+        return None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B or 1, H, M, N]."""
+        return torch.Size((self.index.shape[0], self.table.shape[0], *self.index.shape[1:]))
+
+    def rows(self, index: Tensor | slice) -> BucketBias:
+        """The bias of these query rows."""
+        return replace(self, index=self.index[:, index])
+
+    def materialize(self) -> Tensor:
+        """The bias as a dense tensor [B or 1, H, M, N]."""
+        masked = self.index == MASKED_BUCKET
+        values = self.table[:, self.index.long().masked_fill(masked, 0)].transpose(0, 1)
+        return values.masked_fill(masked.unsqueeze(1), -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class ProjectedBias:
+    """b[h, i, j] = sum_c weight[h, c] * channels[c, i, j]: ANS-GT's projection of adjacency powers.
+
+    A constant per head would cancel in the softmax, so there is no offset.
+
+    Args:
+        channels: finite, floating point [B or 1, C, M, N], C <= 16.
+        weight: learned, floating point [H, C].
+        mask: optional bool [B or 1, M, N], True means "cannot attend".
+    """
+
+    channels: Tensor
+    weight: Tensor
+    mask: Tensor | None = None
+    form: ClassVar[str] = "projected"
+
+    def __post_init__(self) -> None:
+        _check_plane("ProjectedBias channels", self.channels, 4, "[B or 1, C, M, N]")
+        _check_plane("ProjectedBias weight", self.weight, 2, "[H, C]")
+        for name, tensor in (("channels", self.channels), ("weight", self.weight)):
+            if not tensor.is_floating_point():
+                raise ValueError(f"ProjectedBias {name} must be floating point, got {tensor.dtype}")
+        batch, num_channels, rows, columns = self.channels.shape
+        if self.weight.shape[1] != num_channels or not 1 <= num_channels <= MAX_CHANNELS:
+            raise ValueError(
+                f"ProjectedBias weight must have shape [H, C] with C = {num_channels} the number of channels "
+                f"(1 to {MAX_CHANNELS}), got {tuple(self.weight.shape)}"
+            )
+        if self.mask is not None:
+            if self.mask.dtype != torch.bool:
+                raise ValueError(f"ProjectedBias mask must be torch.bool (True = masked), got {self.mask.dtype}")
+            if self.mask.ndim != 3 or self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (rows, columns):
+                raise ValueError(
+                    f"ProjectedBias mask must have shape [{batch} or 1, {rows}, {columns}], "
+                    f"got {tuple(self.mask.shape)}"
+                )
+
+    @property
+    def data(self) -> Tensor:
+        return self.channels
+
+    @property
+    def learned(self) -> Tensor:
+        return self.weight
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B or 1, H, M, N]."""
+        return torch.Size((self.channels.shape[0], self.weight.shape[0], *self.channels.shape[2:]))
+
+    def rows(self, index: Tensor | slice) -> ProjectedBias:
+        """The bias of these query rows."""
+        mask = None if self.mask is None else self.mask[:, index]
+        return replace(self, channels=self.channels[:, :, index], mask=mask)
+
+    def materialize(self) -> Tensor:
+        """The bias as a dense tensor [B or 1, H, M, N]."""
+        dtype = torch.promote_types(self.channels.dtype, self.weight.dtype)
+        values = torch.einsum("bcmn,hc->bhmn", self.channels.to(dtype), self.weight.to(dtype))
+        return values if self.mask is None else values.masked_fill(self.mask.unsqueeze(1), -torch.inf)
+
+
+Bias = DenseBias | BucketBias | ProjectedBias

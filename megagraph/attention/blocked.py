@@ -1,0 +1,241 @@
+"""The CPU path: one attention step in torch operations on tiles, forward and backward.
+
+The same contract as the Triton launchers: scores of the visiting keys are folded into a running max m, sum l and
+output acc (FlashAttention, arXiv:2205.14135, Alg. 1; logarithms are natural here), a compact bias is expanded one tile
+at a time, and the backward recomputes the scores from lse. Whatever B, H and N are, a score-sized temporary holds at
+most ``TILE_ELEMENTS`` elements and at most four of them are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagraph.attention.bias import MASKED_BUCKET
+from megagraph.attention.dropout import dropped, row_keys
+from megagraph.attention.step import Step
+
+TILE_ELEMENTS = 1 << 18  # 1 MiB in fp32: four of them stay in cache
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Batch, rows, visiting keys and bias columns of one tile of scores."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+    columns: slice
+
+
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _shifted(part: slice, start: int) -> slice:
+    return slice(start + part.start, start + part.stop)
+
+
+def _tile_sizes(step: Step, batch: int, heads: int, rows: int) -> tuple[int, int, int]:
+    """(sequences, rows, keys) per tile; heads stay together because they share the bias data."""
+    planes = max(heads, step.data.shape[1]) if step.form == "projected" and step.data is not None else heads
+    area = max(TILE_ELEMENTS // planes, 1)
+    side = 1 << (area.bit_length() - 1) // 2  # square tiles read the fewest rows of q and k per score
+    tile_keys = min(max(length for _, _, length in step.segments), side)
+    tile_rows = min(rows, max(area // tile_keys, 1))
+    return min(batch, max(area // (tile_keys * tile_rows), 1)), tile_rows, tile_keys
+
+
+def _row_tiles(step: Step, q: Tensor) -> Iterator[tuple[slice, slice, list[_Tile]]]:
+    """Sequences, query rows and their tiles of keys; a tile never straddles a segment."""
+    tile_batch, tile_rows, tile_keys = _tile_sizes(step, *q.shape[:3])
+    for batch in _chunks(q.shape[0], tile_batch):
+        for rows in _chunks(q.shape[2], tile_rows):
+            yield batch, rows, [
+                _Tile(batch, rows, _shifted(part, key_start), _shifted(part, column_start))
+                for key_start, column_start, length in step.segments
+                for part in _chunks(length, tile_keys)
+            ]
+
+
+def _per_batch(tensor: Tensor, batch: slice) -> Tensor:
+    """These sequences, of a tensor whose batch axis may have size 1."""
+    return tensor if tensor.shape[0] == 1 else tensor[batch]
+
+
+def _bias_data(step: Step, tile: _Tile) -> Tensor:
+    """index int32 [b, m * n], or channels [b, C, m * n]; b is 1 where all sequences share them."""
+    assert step.data is not None
+    data = _per_batch(step.data, tile.batch)[..., tile.rows, tile.columns].flatten(-2)
+    return data.int() if step.form == "bucket" else data
+
+
+def _bias(step: Step, tile: _Tile, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The bias of one tile, [b or 1, H or 1, m, n]."""
+    assert step.learned is not None
+    if step.form == "dense":
+        return _per_batch(step.learned, tile.batch)[:, :, tile.rows, tile.columns].to(dtype)
+    data = _bias_data(step, tile)
+    if step.form == "bucket":
+        assert table is not None
+        values = table.index_select(1, data.flatten()).view(-1, *data.shape).transpose(0, 1)
+    else:
+        values = torch.matmul(step.learned.to(dtype), data.to(dtype))
+    return values.unflatten(-1, (tile.rows.stop - tile.rows.start, -1))
+
+
+def _masked_table(step: Step, dtype: torch.dtype) -> Tensor | None:
+    """The bucket table with -inf in the columns up to 255, so that a masked pair is one more look-up."""
+    if step.form != "bucket":
+        return None
+    assert step.learned is not None
+    table = step.learned.new_full((step.learned.shape[0], MASKED_BUCKET + 1), -torch.inf, dtype=dtype)
+    table[:, : step.learned.shape[1]] = step.learned
+    return table
+
+
+def _scores(step: Step, tile: _Tile, scaled_q: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
+    """scale * q k^T + b of one tile [b, H, m, n], -inf where masked."""
+    s = torch.matmul(scaled_q, k[tile.batch, :, tile.keys].to(scaled_q.dtype).transpose(-1, -2))
+    if step.form != "none":
+        s += _bias(step, tile, table, s.dtype)
+    if step.bias_mask is not None:
+        s.masked_fill_(_per_batch(step.bias_mask, tile.batch)[:, None, tile.rows, tile.columns], -torch.inf)
+    if step.key_padding_mask is not None:
+        s.masked_fill_(step.key_padding_mask[tile.batch, None, None, tile.columns], -torch.inf)
+    return s
+
+
+def _row_keys(step: Step, batch: slice, rows: slice, heads: int) -> Tensor | None:
+    if step.dropout_key is None:
+        return None
+    if step.row_ids is None:
+        row_ids = torch.arange(rows.start, rows.stop, device=step.dropout_key.device)
+    else:
+        row_ids = step.row_ids[rows]
+    return row_keys(step.dropout_key[batch], heads, row_ids)
+
+
+def _dropped(step: Step, tile: _Tile, row_key: Tensor) -> Tensor:
+    columns = torch.arange(tile.columns.start, tile.columns.stop, device=row_key.device)
+    return dropped(row_key, columns, step.dropout_p)
+
+
+def attention_step(
+    step: Step,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    first: bool,
+    last: bool,
+    m: Tensor | None,
+    l: Tensor | None,  # noqa: E741  the field's name for the running sum
+    acc: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Fold the visiting keys into the state; the last step writes ``out`` and ``lse`` instead.
+
+    q [B, H, M, D]; k, v [B, H, n, D]; m, l [B, H, M] and acc [B, H, M, D] in fp32 or fp64, read unless ``first``,
+    written unless ``last``; out [B, H, M, D] in q's dtype, lse [B, H, M].
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
+    table = _masked_table(step, compute)
+    for batch, rows, tiles in _row_tiles(step, q):
+        at = (batch, slice(None), rows)
+        scaled_q = q[at].to(compute) * step.scale
+        row_key = _row_keys(step, batch, rows, q.shape[1])
+        if first:
+            m_t = torch.full_like(scaled_q[..., 0], -torch.inf)
+            l_t, acc_t = torch.zeros_like(m_t), torch.zeros_like(scaled_q)
+        else:
+            assert m is not None and l is not None and acc is not None
+            m_t, l_t, acc_t = m[at], l[at], acc[at]
+        for tile in tiles:
+            s = _scores(step, tile, scaled_q, k, table)
+            m_new = torch.maximum(m_t, s.amax(dim=-1))
+            # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
+            pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            rescale = (m_t - pivot).exp_()
+            p = s.sub_(pivot.unsqueeze(-1)).exp_()
+            m_t, l_t = m_new, l_t * rescale + p.sum(dim=-1)
+            if row_key is not None:
+                p.masked_fill_(_dropped(step, tile, row_key), 0.0)
+            acc_t = acc_t * rescale.unsqueeze(-1) + torch.matmul(p, v[tile.batch, :, tile.keys].to(compute))
+        if last:
+            assert out is not None and lse is not None
+            kept = l_t * (1.0 - step.dropout_p) if row_key is not None else l_t
+            out[at] = (acc_t / kept.masked_fill(l_t == 0.0, 1.0).unsqueeze(-1)).to(out.dtype)
+            lse[at] = m_t + l_t.log()
+        else:
+            assert m is not None and l is not None and acc is not None
+            m[at], l[at], acc[at] = m_t, l_t, acc_t
+
+
+def attention_step_backward(
+    step: Step,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    d_learned: Tensor | None,
+) -> None:
+    """Add this step's share to dq, dk, dv and the gradient of the learned part of the bias.
+
+    d_out [B, H, M, D]; lse, delta = sum(d_out * out) - d_lse: [B, H, M]; the accumulators are fp32 or fp64 and have
+    the shapes of q, k, v and ``step.learned``. ``d_learned`` None: not wanted.
+    """
+    compute = dq.dtype
+    table = _masked_table(step, compute)
+    for batch, rows, tiles in _row_tiles(step, q):
+        at = (batch, slice(None), rows)
+        scaled_q = q[at].to(compute) * step.scale
+        d_out_t = d_out[at].to(compute)
+        row_key = _row_keys(step, batch, rows, q.shape[1])
+        if row_key is not None:
+            d_out_t = d_out_t / (1.0 - step.dropout_p)
+        pivot = lse[at].masked_fill(lse[at] == -torch.inf, 0.0).unsqueeze(-1)
+        delta_t = delta[at].unsqueeze(-1)
+        for tile in tiles:
+            keys = (tile.batch, slice(None), tile.keys)
+            p = _scores(step, tile, scaled_q, k, table).sub_(pivot).exp_()
+            dp = torch.matmul(d_out_t, v[keys].to(compute).transpose(-1, -2))
+            kept = p
+            if row_key is not None:
+                drop = _dropped(step, tile, row_key)
+                dp.masked_fill_(drop, 0.0)
+                kept = p.masked_fill(drop, 0.0)
+            dv[keys] += torch.matmul(kept.transpose(-1, -2), d_out_t)
+            ds = dp.sub_(delta_t).mul_(p)
+            dq[at].add_(torch.matmul(ds, k[keys].to(compute)), alpha=step.scale)
+            dk[keys] += torch.matmul(ds.transpose(-1, -2), scaled_q)
+            if d_learned is not None:
+                _add_bias_gradient(step, tile, ds, d_learned)
+
+
+def _add_bias_gradient(step: Step, tile: _Tile, ds: Tensor, d_learned: Tensor) -> None:
+    """Add one tile's share, from ds [b, H, m, n]."""
+    if step.form == "dense":
+        region = _per_batch(d_learned, tile.batch)[:, :, tile.rows, tile.columns]
+        region += ds.sum_to_size(region.shape)
+        return
+    data = _bias_data(step, tile)
+    ds = ds.flatten(-2)
+    if data.shape[0] == 1:
+        ds = ds.sum(dim=0, keepdim=True)
+    if step.form == "projected":
+        d_learned += torch.matmul(ds, data.to(ds.dtype).transpose(-1, -2)).sum(dim=0)
+        return
+    sums = ds.new_zeros(ds.shape[1], MASKED_BUCKET + 1)
+    sums.scatter_add_(1, data.flatten().long().expand(ds.shape[1], -1), ds.transpose(0, 1).flatten(1))
+    d_learned += sums[:, : d_learned.shape[1]]

@@ -1,0 +1,83 @@
+"""Dropout whose mask is a pure function of (key, head, row, column), so that it does not depend on the layout.
+
+    row_key = mix32(mix32(key ^ head) ^ row)
+    dropped = mix32(row_key ^ column * 0x9E3779B9) < floor(p * 2**32)        unsigned 32-bit arithmetic
+
+mix32 is the finaliser of MurmurHash3 (Appleby, public domain). The same three lines run in Triton on uint32; here
+they run in int32, whose products and sums wrap to the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads neighbouring columns over all bits
+_MUL_1 = 0x85EBCA6B - (1 << 32)
+_MUL_2 = 0xC2B2AE35 - (1 << 32)
+
+
+def dropout_threshold(p: float) -> int:
+    """Hash values below this are dropped; 0 <= p < 1."""
+    return int(p * (1 << 32))
+
+
+def mix32(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser, elementwise on int32."""
+    x = x ^ ((x >> 16) & 0xFFFF)  # the mask turns int32's arithmetic shift into a logical one
+    x = x.mul_(_MUL_1)
+    x = x.bitwise_xor_((x >> 13) & 0x7FFFF).mul_(_MUL_2)
+    return x.bitwise_xor_((x >> 16) & 0xFFFF)
+
+
+def _as_int32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
+
+
+def mix_key(key: Tensor, *values: int | Tensor) -> Tensor:
+    """Fold ``values`` (ints, or integer tensors that broadcast with ``key``) into an int32 ``key``, one by one."""
+    for value in values:
+        key = mix32(key ^ (_as_int32(value) if isinstance(value, int) else value.to(torch.int32)))
+    return key
+
+
+def dropout_keys(seed: int, step: int, sequence_ids: Tensor) -> Tensor:
+    """Base key of each sequence, int32 [B]; a layer and site are folded in with :func:`mix_key`.
+
+    Args:
+        seed, step: integers; their low 32 bits count.
+        sequence_ids: integer [B], position of each sequence in the *global* batch.
+    """
+    start = torch.zeros(1, dtype=torch.int32, device=sequence_ids.device)
+    return mix_key(start, seed, step, sequence_ids)
+
+
+def row_keys(key: Tensor, heads: int, rows: Tensor) -> Tensor:
+    """int32 [B, heads, M] from the key of each sequence [B] and the global row ids [M]."""
+    head_ids = torch.arange(heads, dtype=torch.int32, device=key.device)
+    return mix32(mix32(key[:, None] ^ head_ids)[:, :, None] ^ rows.to(torch.int32))
+
+
+def dropped(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
+    """bool [..., N], True = dropped, from row keys [...] and the global column ids [N]."""
+    hashed = mix32(row_key[..., None] ^ (columns.to(torch.int32) * _GOLDEN))
+    sign = -(1 << 31)  # flipping the sign bit orders int32 as unsigned
+    return hashed.bitwise_xor_(sign) < dropout_threshold(p) + sign
+
+
+def hidden_dropout(x: Tensor, p: float, key: Tensor | None, *, first_row: int = 0) -> Tensor:
+    """Dropout of hidden states.
+
+    Args:
+        x: [B, S, d].
+        p: probability to drop, in [0, 1).
+        key: int32 [B], already specific to the layer and site; ``None`` switches dropout off.
+        first_row: global row of ``x[:, 0]``.
+    """
+    if key is None or p == 0.0:
+        return x
+    rows = torch.arange(first_row, first_row + x.shape[1], device=x.device)
+    columns = torch.arange(x.shape[2], device=x.device)
+    drop = dropped(row_keys(key, 1, rows)[:, 0], columns, p)
+    return x.masked_fill(drop, 0.0) * (1.0 / (1.0 - p))

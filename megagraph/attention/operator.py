@@ -1,0 +1,307 @@
+"""``biased_attention``: its contract, its registration with PyTorch, and the choice of implementation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from megagraph.attention import blocked, reference
+from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.step import Step
+
+Impl = Literal["triton", "blocked", "reference"]
+MAX_HEAD_DIM = 256
+
+
+@overload
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *,
+    key_padding_mask: Tensor | None = ..., scale: float | None = ..., dropout_p: float = ...,
+    dropout_key: Tensor | None = ..., return_lse: Literal[False] = ..., impl: Impl | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def biased_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *,
+    key_padding_mask: Tensor | None = ..., scale: float | None = ..., dropout_p: float = ...,
+    dropout_key: Tensor | None = ..., return_lse: Literal[True], impl: Impl | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def biased_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = None,
+    *,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: Tensor | None = None,
+    return_lse: bool = False,
+    impl: Impl | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Exact attention with an additive, learnable bias (paper Eq. 1-2).
+
+    .. math:: \mathrm{out} = \mathrm{softmax}(\mathrm{scale} \cdot q k^\top + b)\, v
+
+    Differentiable in q, k, v and the learned part of the bias. A compact bias (``BucketBias``, ``ProjectedBias``) is
+    never expanded to [H, M, N] except by ``impl="reference"``; kept for backward are q, k, v, out, lse and the bias
+    as given.
+
+    Args:
+        q: [B, H, M, D] floating point, 1 <= D <= 256 (no padding needed).
+        k, v: [B, H, N, D] in q's dtype.
+        bias: ``DenseBias``, ``BucketBias`` or ``ProjectedBias`` of shape [B or 1, H or 1, M, N]; a float tensor of
+            2 to 4 dimensions is taken as dense, as ``attn_mask`` of ``F.scaled_dot_product_attention``.
+        key_padding_mask: bool [B, N], True = ignore this key, as in ``nn.MultiheadAttention``.
+        scale: multiplies q k^T; default D ** -0.5.
+        dropout_p: probability to drop an attention weight, in [0, 1).
+        dropout_key: int32 [B], one key per sequence (``dropout_keys``); required when ``dropout_p`` > 0. The mask is a
+            function of key, head, row and column only.
+        return_lse: also return lse [B, H, M], natural log, fp32 (fp64 for fp64 inputs), -inf for an empty row.
+        impl: ``"triton"`` (CUDA, or the CPU under TRITON_INTERPRET=1), ``"blocked"`` (torch operations on tiles) or
+            ``"reference"`` (eager); ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. What you ask for
+            runs, or raises.
+
+    Returns:
+        out [B, H, M, D] in q's dtype; a row that can attend to nothing is 0 with zero gradients.
+
+    Raises:
+        ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
+    """
+    if isinstance(bias, Tensor):
+        bias = DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
+    _check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    impl = _choose_impl(impl, q)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if dropout_p == 0.0:
+        dropout_key = None
+    if impl == "reference":
+        out, lse = reference.biased_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
+    else:
+        form, data, learned, mask = ("none", None, None, None) if bias is None else (
+            bias.form, bias.data, bias.learned, bias.mask)  # fmt: skip
+        out, lse = _attention(
+            q, k, v, data, learned, mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+@torch.library.custom_op("megagraph::biased_attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    data: Tensor | None,
+    learned: Tensor | None,
+    bias_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_key: Tensor | None,
+    form: str,
+    scale: float,
+    dropout_p: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=_state_dtype(q), device=q.device)
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    step = _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p)
+    state = dict(first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
+    if impl == "triton":
+        from megagraph.kernels.biased_attention import launch_step_fwd
+
+        launch_step_fwd(q, k, v, **vars(step), **state)
+    else:
+        blocked.attention_step(step, q, k, v, **state)
+    return out, lse
+
+
+@_attention.register_fake
+def _(q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=_state_dtype(q))
+
+
+@torch.library.custom_op("megagraph::biased_attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    data: Tensor | None,
+    learned: Tensor | None,
+    bias_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    dropout_key: Tensor | None,
+    form: str,
+    scale: float,
+    dropout_p: float,
+    impl: str,
+    learned_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
+    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    d_learned = None
+    if learned_grad and learned is not None:
+        d_learned = torch.zeros(learned.shape, dtype=lse.dtype, device=learned.device)
+    if q.shape[2] and k.shape[2]:
+        step = _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p)
+        gradients = dict(d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned)
+        if impl == "triton":
+            from megagraph.kernels.biased_attention import launch_step_bwd
+
+            launch_step_bwd(q, k, v, **vars(step), **gradients)
+        else:
+            blocked.attention_step_backward(step, q, k, v, **gradients)
+    d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_learned
+
+
+@_attention_backward.register_fake
+def _(d_out, lse, delta, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p,
+      impl, learned_grad):  # fmt: skip
+    d_learned = learned.new_empty(learned.shape) if learned_grad and learned is not None else q.new_empty(0)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_learned
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, d_out, d_lse):
+    *tensors, out, lse = ctx.saved_tensors
+    # ds = p * (dp - delta); a gradient that reaches lse enters with the opposite sign of delta
+    delta = (d_out.to(lse.dtype) * out).sum(dim=-1) - d_lse
+    learned_grad = ctx.needs_input_grad[4]
+    dq, dk, dv, d_learned = _attention_backward(
+        d_out, lse, delta, *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl, learned_grad
+    )
+    return dq, dk, dv, None, d_learned if learned_grad else None, *(None,) * 7
+
+
+_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _state_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p) -> Step:
+    return Step(
+        form=form,
+        data=data,
+        learned=learned,
+        bias_mask=bias_mask,
+        key_padding_mask=key_padding_mask,
+        segments=[(0, 0, k.shape[2])],
+        scale=scale,
+        dropout_p=dropout_p,
+        dropout_key=dropout_key,
+    )
+
+
+def _choose_impl(impl: Impl | None, q: Tensor) -> Impl:
+    if impl is None:
+        impl = "triton" if q.is_cuda else "blocked"
+    if impl not in ("triton", "blocked", "reference"):
+        raise ValueError(f"impl must be 'triton', 'blocked', 'reference' or None, got {impl!r}")
+    if impl == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        reasons = []
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (it has wheels for Linux only)")
+        if not q.is_cuda and not interpreted:
+            reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
+        if q.dtype == torch.float64 and not interpreted:
+            reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
+        if reasons:
+            raise NotImplementedError("impl='triton' cannot run these inputs:\n  " + "\n  ".join(reasons))
+    return impl
+
+
+def _check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+    dropout_key: Tensor | None,
+) -> None:
+    if q.ndim != 4:
+        raise ValueError(f"q must have shape [B, H, M, D], got {tuple(q.shape)}")
+    batch, heads, rows, head_dim = q.shape
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dim D must be 1 to {MAX_HEAD_DIM}, got {head_dim}")
+    if not q.is_floating_point():
+        raise ValueError(f"q must be floating point, got {q.dtype}")
+    columns = k.shape[2] if k.ndim == 4 else -1
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape != (batch, heads, columns, head_dim):
+            raise ValueError(
+                f"{name} must have shape [B, H, N, D] = [{batch}, {heads}, {columns if columns >= 0 else 'N'}, "
+                f"{head_dim}], got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+    tensors = {"k": k, "v": v}
+    if bias is not None:
+        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
+            raise ValueError(
+                "bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, "
+                f"got {type(bias).__name__}"
+            )
+        shape = tuple(bias.shape)
+        heads_allowed = (1, heads) if isinstance(bias, DenseBias) else (heads,)
+        if shape[0] not in (1, batch) or shape[1] not in heads_allowed or shape[2:] != (rows, columns):
+            expected_heads = f"{heads} or 1" if isinstance(bias, DenseBias) else f"{heads}"
+            raise ValueError(
+                f"bias must have shape [B or 1, H or 1, M, N] = [{batch} or 1, {expected_heads}, {rows}, {columns}], "
+                f"got {list(shape)}; pass these query rows and all {columns} columns"
+            )
+        tensors |= {"bias data": bias.data, "the learned part of bias": bias.learned, "bias mask": bias.mask}
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, columns):
+            raise ValueError(
+                f"key_padding_mask must be torch.bool [B, N] = [{batch}, {columns}] (True = ignore), "
+                f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
+            )
+        tensors["key_padding_mask"] = key_padding_mask
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p > 0.0:
+        if dropout_key is None or dropout_key.dtype != torch.int32 or dropout_key.shape != (batch,):
+            got = "None" if dropout_key is None else f"{dropout_key.dtype} {list(dropout_key.shape)}"
+            raise ValueError(
+                f"dropout_p = {dropout_p} needs dropout_key, torch.int32 [B] = [{batch}], got {got}; "
+                "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
+            )
+        tensors["dropout_key"] = dropout_key
+    for name, x in tensors.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    if not q.is_cuda and not torch.compiler.is_compiling():  # reading values would make a GPU wait
+        _check_values(bias)
+
+
+def _check_values(bias: Bias | None) -> None:
+    if isinstance(bias, BucketBias) and bias.index.numel():
+        buckets = bias.table.shape[1]
+        # 255 wraps to 0: every other bucket moves up by one and must stay within the table
+        highest = int((bias.index + 1).max()) - 1
+        if highest >= buckets:
+            raise ValueError(
+                f"BucketBias index must be below the table's {buckets} buckets, or {MASKED_BUCKET} for a masked pair; "
+                f"got {highest}"
+            )
+    if isinstance(bias, ProjectedBias) and bias.channels.numel():
+        if not all(torch.isfinite(bound) for bound in bias.channels.aminmax()):
+            raise ValueError("ProjectedBias channels must be finite, got inf or nan; use mask for pairs to leave out")
