@@ -3,7 +3,7 @@
 The same contract as the Triton launchers: scores of the visiting keys are folded into a running max m, sum l and
 output acc (FlashAttention, arXiv:2205.14135, Alg. 1; logarithms are natural here), a compact bias is expanded one tile
 at a time, and the backward recomputes the scores from lse. Whatever B, H and N are, a score-sized temporary holds at
-most ``TILE_ELEMENTS`` elements and at most four of them are alive.
+most ``TILE_ELEMENTS`` elements and at most four of them are alive at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.bias import MASKED_BUCKET
-from megagraph.attention.dropout import dropped, row_keys
+from megagraph.attention.dropout import keep_mask, row_keys
 from megagraph.attention.step import Step
 
 TILE_ELEMENTS = 1 << 18  # 1 MiB in fp32: four of them stay in cache
@@ -103,10 +103,15 @@ def _scores(step: Step, tile: _Tile, scaled_q: Tensor, k: Tensor, table: Tensor 
     if step.form != "none":
         s += _bias(step, tile, table, s.dtype)
     if step.bias_mask is not None:
-        s.masked_fill_(_per_batch(step.bias_mask, tile.batch)[:, None, tile.rows, tile.columns], -torch.inf)
+        s += _additive(_per_batch(step.bias_mask, tile.batch)[:, None, tile.rows, tile.columns], s.dtype)
     if step.key_padding_mask is not None:
-        s.masked_fill_(step.key_padding_mask[tile.batch, None, None, tile.columns], -torch.inf)
+        s += _additive(step.key_padding_mask[tile.batch, None, None, tile.columns], s.dtype)
     return s
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 or -inf; adding it is several times faster on a CPU than masked_fill_ over all heads."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
 
 
 def _row_keys(step: Step, batch: slice, rows: slice, heads: int) -> Tensor | None:
@@ -119,9 +124,10 @@ def _row_keys(step: Step, batch: slice, rows: slice, heads: int) -> Tensor | Non
     return row_keys(step.dropout_key[batch], heads, row_ids)
 
 
-def _dropped(step: Step, tile: _Tile, row_key: Tensor) -> Tensor:
+def _kept(step: Step, tile: _Tile, row_key: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 where kept, 0 where dropped [b, H, m, n]; multiplying is faster on a CPU than filling by a boolean mask."""
     columns = torch.arange(tile.columns.start, tile.columns.stop, device=row_key.device)
-    return dropped(row_key, columns, step.dropout_p)
+    return keep_mask(row_key, columns, step.dropout_p).to(dtype)
 
 
 def attention_step(
@@ -164,7 +170,7 @@ def attention_step(
             p = s.sub_(pivot.unsqueeze(-1)).exp_()
             m_t, l_t = m_new, l_t * rescale + p.sum(dim=-1)
             if row_key is not None:
-                p.masked_fill_(_dropped(step, tile, row_key), 0.0)
+                p *= _kept(step, tile, row_key, compute)
             acc_t = acc_t * rescale.unsqueeze(-1) + torch.matmul(p, v[tile.batch, :, tile.keys].to(compute))
         if last:
             assert out is not None and lse is not None
@@ -210,12 +216,12 @@ def attention_step_backward(
             keys = (tile.batch, slice(None), tile.keys)
             p = _scores(step, tile, scaled_q, k, table).sub_(pivot).exp_()
             dp = torch.matmul(d_out_t, v[keys].to(compute).transpose(-1, -2))
-            kept = p
+            p_kept = p
             if row_key is not None:
-                drop = _dropped(step, tile, row_key)
-                dp.masked_fill_(drop, 0.0)
-                kept = p.masked_fill(drop, 0.0)
-            dv[keys] += torch.matmul(kept.transpose(-1, -2), d_out_t)
+                kept = _kept(step, tile, row_key, compute)
+                dp *= kept
+                p_kept = kept.mul_(p)
+            dv[keys] += torch.matmul(p_kept.transpose(-1, -2), d_out_t)
             ds = dp.sub_(delta_t).mul_(p)
             dq[at].add_(torch.matmul(ds, k[keys].to(compute)), alpha=step.scale)
             dk[keys] += torch.matmul(ds.transpose(-1, -2), scaled_q)

@@ -59,25 +59,39 @@ def row_keys(key: Tensor, heads: int, rows: Tensor) -> Tensor:
     return mix32(mix32(key[:, None] ^ head_ids)[:, :, None] ^ rows.to(torch.int32))
 
 
-def dropped(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
-    """bool [..., N], True = dropped, from row keys [...] and the global column ids [N]."""
+def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
+    """int32 [..., N], 1 = kept and 0 = dropped, from row keys [...] and the global column ids [N]."""
     hashed = mix32(row_key[..., None] ^ (columns.to(torch.int32) * _GOLDEN))
     sign = -(1 << 31)  # flipping the sign bit orders int32 as unsigned
-    return hashed.bitwise_xor_(sign) < dropout_threshold(p) + sign
+    return hashed.bitwise_xor_(sign).ge_(dropout_threshold(p) + sign)
 
 
-def hidden_dropout(x: Tensor, p: float, key: Tensor | None, *, first_row: int = 0) -> Tensor:
-    """Dropout of hidden states.
+def hidden_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+    """Dropout of hidden states x [B, N, d]; nothing is kept for backward but the key.
 
     Args:
-        x: [B, S, d].
         p: probability to drop, in [0, 1).
         key: int32 [B], already specific to the layer and site; ``None`` switches dropout off.
-        first_row: global row of ``x[:, 0]``.
     """
     if key is None or p == 0.0:
         return x
-    rows = torch.arange(first_row, first_row + x.shape[1], device=x.device)
-    columns = torch.arange(x.shape[2], device=x.device)
-    drop = dropped(row_keys(key, 1, rows)[:, 0], columns, p)
-    return x.masked_fill(drop, 0.0) * (1.0 / (1.0 - p))
+    return _HiddenDropout.apply(x, p, key)
+
+
+class _HiddenDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p, key):
+        ctx.p = p
+        ctx.save_for_backward(key)
+        return x * _hidden_scale(x, p, key)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        (key,) = ctx.saved_tensors
+        return d_out * _hidden_scale(d_out, ctx.p, key), None, None
+
+
+def _hidden_scale(x: Tensor, p: float, key: Tensor) -> Tensor:
+    """0 or 1 / (1 - p) for every element of x [B, N, d]: rows are nodes, columns are channels, the head is 0."""
+    rows, columns = (torch.arange(n, device=x.device) for n in x.shape[1:])
+    return keep_mask(row_keys(key, 1, rows)[:, 0], columns, p).to(x.dtype).mul_(1.0 / (1.0 - p))

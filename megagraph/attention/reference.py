@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.dropout import dropped, row_keys
+from megagraph.attention.dropout import keep_mask, row_keys
 
 
 def biased_attention(
@@ -35,6 +35,6 @@ def biased_attention(
     lse = s.masked_fill(empty, 0.0).logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
     if dropout_key is not None:
         rows, columns = (torch.arange(n, device=q.device) for n in s.shape[-2:])
-        drop = dropped(row_keys(dropout_key, q.shape[1], rows), columns, dropout_p)
-        p = p.masked_fill(drop, 0.0) / (1.0 - dropout_p)  # dropped entries still count in the normaliser
+        keep = keep_mask(row_keys(dropout_key, q.shape[1], rows), columns, dropout_p)
+        p = p * keep / (1.0 - dropout_p)  # dropped entries still count in the normaliser
     return (p @ v.to(compute)).to(q.dtype), lse

@@ -1,0 +1,3 @@
+from megagraph.cli import main
+
+main()

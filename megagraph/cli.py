@@ -1,0 +1,45 @@
+"""The command line: ``megagraph train`` and ``megagraph predict``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from megagraph.config import TrainConfig
+
+
+def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
+    """Train a model on a graph and leave a run folder; prints the summary as JSON."""
+    from megagraph.train import Trainer
+
+    print(json.dumps(asdict(Trainer(config).fit()), indent=2))
+
+
+def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> None:
+    """Write class probabilities of every node of the graph that a run was trained on.
+
+    Args:
+        run: run folder of ``megagraph train``.
+        out: file to write, fp32 [V, classes] as .npy; default RUN/probabilities.npy.
+    """
+    from megagraph.evaluate import predict as predict_probabilities
+
+    path = run / "probabilities.npy" if out is None else out
+    probabilities = predict_probabilities(run)
+    np.save(path, probabilities)
+    print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
+
+
+def main() -> None:
+    """Entry point; an error that names its cause ends with exit code 1 and without a traceback."""
+    try:
+        tyro.extras.subcommand_cli_from_dict({"train": train, "predict": predict}, prog="megagraph")
+    except (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
+        print(f"megagraph: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from error

@@ -1,0 +1,132 @@
+"""One typed configuration of a training run; the command line's flags are its fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train; every field is a flag of ``megagraph train``."""
+
+    dataset: str = "synthetic"
+    """synthetic, citeseer, cora, pubmed, computers, reddit, reddit2, ogbn-arxiv, ogbn-products, or a FILE.npz."""
+    root: Path | None = None
+    """Folder of the named data sets; what is missing there is downloaded."""
+    split: Literal["random", "public"] = "random"
+    """random: 60/20/20 of the labelled nodes by seed; public: the data set's own."""
+    out: Path | None = None
+    """Run folder to create; default runs/DATASET-DATE-TIME."""
+
+    model: Literal["hierarchical"] = "hierarchical"
+    layers: int = 4
+    dim: int = 128
+    """Hidden width d."""
+    ffn_dim: int = 128
+    """Inner width of the feed-forward network."""
+    heads: int = 8
+    global_tokens: int = 1
+    """Learned tokens that every node attends to."""
+    bias: Literal["auto", "projected", "bucket"] = "auto"
+    """projected: adjacency powers; bucket: hop distances; auto: projected for ego batches, bucket for cluster ones."""
+    channels: int = 6
+    """Adjacency powers of a projected bias."""
+    max_distance: int = 5
+    """Hop distances that a bucket bias tells apart."""
+    dropout: float = 0.1
+    input_dropout: float = 0.1
+    attention_dropout: float = 0.5
+
+    batching: Literal["ego", "cluster"] = "ego"
+    """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target."""
+    batch_size: int = 32
+    """Global batch: target nodes (ego) or sequences (cluster)."""
+    sample_nodes: int = 14
+    """Nodes sampled around the target of an ego sequence."""
+    samples: int = 8
+    """Ego sequences a target, in training and in the vote of evaluation."""
+    super_ratio: float = 0.1
+    """Super nodes of the coarsened graph per node (ego)."""
+    sequence_nodes: int = 1024
+    """Regular nodes of a cluster sequence."""
+    super_nodes: int = 64
+    """Super nodes of a cluster sequence."""
+
+    epochs: int = 10
+    max_steps: int | None = None
+    """Stop after this many steps, whatever the epochs say."""
+    learning_rate: float = 1e-3
+    """Peak; linear warm-up from 0, then linear decay to 0 at the last step."""
+    warmup: float = 0.1
+    """Part of all steps spent in warm-up."""
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    """Largest global norm of the gradients."""
+    seed: int = 0
+    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16: mixed precision, weights stay in fp32."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    workers: int = 0
+    """Loader processes; 0 builds batches in the training process."""
+
+    def __post_init__(self) -> None:
+        at_least = {
+            1: ("layers", "dim", "ffn_dim", "heads", "channels", "max_distance", "batch_size", "sample_nodes",
+                "samples", "sequence_nodes", "super_nodes", "epochs"),
+            0: ("global_tokens", "seed", "workers", "learning_rate", "weight_decay"),
+        }  # fmt: skip
+        for low, names in at_least.items():
+            for name in names:
+                if getattr(self, name) < low:
+                    raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        for name in ("dropout", "input_dropout", "attention_dropout", "warmup"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0.0 < self.super_ratio <= 1.0:
+            raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
+        if self.clip_norm <= 0.0:
+            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
+
+    @property
+    def bias_form(self) -> Literal["projected", "bucket"]:
+        if self.bias == "auto":
+            return "projected" if self.batching == "ego" else "bucket"
+        return self.bias
+
+    def torch_device(self) -> torch.device:
+        """The device to train on.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}") from error
+        return device
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        values: dict[str, Any] = json.loads(text)
+        unknown = set(values) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"expected the fields of TrainConfig, got unknown {sorted(unknown)}")
+        for name in ("root", "out"):
+            values[name] = None if values.get(name) is None else Path(values[name])
+        return cls(**values)

@@ -1,0 +1,313 @@
+"""Graphs for node classification: one validated form, the data sets by name, and a synthetic one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+
+_PARTS = ("train", "val", "test")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Sorted node ids (int64) to train on, to select by, and to report on."""
+
+    train: np.ndarray
+    val: np.ndarray
+    test: np.ndarray
+
+
+def random_split(labels: np.ndarray, seed: int, train: float = 0.6, val: float = 0.2) -> Split:
+    """Split the labelled nodes at random; what ``train`` and ``val`` leave over is the test part."""
+    if train <= 0 or val < 0 or train + val > 1:
+        raise ValueError(f"expected fractions with 0 < train, 0 <= val, train + val <= 1, got {train} and {val}")
+    nodes = np.random.default_rng(seed).permutation(np.flatnonzero(labels >= 0))
+    cuts = np.rint(np.cumsum([train, val]) * len(nodes)).astype(np.int64)
+    return Split(*(np.sort(part) for part in np.split(nodes, cuts)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Graph:
+    """An undirected graph with node features and labels, checked once, here.
+
+    Shapes (V nodes, E directed edges, both directions of every edge stored):
+        indptr:   [V + 1]    int64    CSR row starts
+        indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
+        features: [V, d_in]  float32  finite
+        labels:   [V]        int64    class, -1 = not labelled
+    ``split`` is the data set's own split, None where it has none.
+    """
+
+    name: str
+    indptr: np.ndarray
+    indices: np.ndarray
+    features: np.ndarray
+    labels: np.ndarray
+    num_classes: int
+    split: Split | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_nodes == 0:
+            raise ValueError("expected a graph with nodes, got an empty graph; check the file it was read from")
+        if self.num_edges == 0:
+            raise ValueError("expected a graph with edges, got none; self loops and duplicates do not count")
+        if self.features.ndim != 2 or len(self.features) != self.num_nodes:
+            raise ValueError(
+                f"expected features of shape [{self.num_nodes}, d_in], got {list(self.features.shape)}; "
+                "pass one row per node"
+            )
+        if not np.isfinite(self.features).all():
+            row = int(np.flatnonzero(~np.isfinite(self.features).all(axis=1))[0])
+            raise ValueError(f"expected finite features, got NaN or inf first in row {row}; clean that row")
+        if self.labels.shape != (self.num_nodes,):
+            raise ValueError(f"expected labels of shape [{self.num_nodes}], got {list(self.labels.shape)}")
+        low, high = int(self.labels.min()), int(self.labels.max())
+        if low < -1 or high >= self.num_classes:
+            raise ValueError(
+                f"expected labels in 0..{self.num_classes - 1}, or -1 for unlabelled, got {low}..{high}; relabel them"
+            )
+        if high < 0:
+            raise ValueError("expected labelled nodes, got -1 everywhere; add labels to train on")
+        if self.split is not None:
+            for part in _PARTS:
+                nodes = getattr(self.split, part)
+                if len(nodes) and not 0 <= nodes.min() <= nodes.max() < self.num_nodes:
+                    raise ValueError(
+                        f"expected the {part} part of the split in 0..{self.num_nodes - 1}, got "
+                        f"{nodes.min()}..{nodes.max()}; a mask has one entry per node"
+                    )
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Directed edges: twice the number of undirected ones."""
+        return len(self.indices)
+
+    @property
+    def in_features(self) -> int:
+        return self.features.shape[1]
+
+    @property
+    def adjacency(self) -> sp.csr_array:
+        """A as [V, V] float32 ones."""
+        ones = np.ones(self.num_edges, np.float32)
+        return sp.csr_array((ones, self.indices, self.indptr), shape=(self.num_nodes, self.num_nodes))
+
+    @classmethod
+    def from_data(cls, data: Any, name: str = "graph") -> Graph:
+        """Take a ``torch_geometric.data.Data``, or anything with its attributes.
+
+        Args:
+            data: ``x`` [V, d_in], ``edge_index`` [2, E] and ``y`` [V] or [V, 1] integer tensors; optionally
+                ``train_mask``, ``val_mask`` and ``test_mask`` [V] (of several splits as columns, the first).
+                Directed edges are made undirected, self loops are dropped and duplicates merged.
+        """
+        x, edge_index, y = (_attribute(data, key) for key in ("x", "edge_index", "y"))
+        masks = [_attribute(data, f"{part}_mask") for part in _PARTS if hasattr(data, f"{part}_mask")]
+        split = None
+        if len(masks) == len(_PARTS):
+            split = Split(*(np.flatnonzero(mask if mask.ndim == 1 else mask[:, 0]) for mask in masks))
+        return cls._from_arrays(name, x, edge_index, y, split)
+
+    @classmethod
+    def _from_arrays(
+        cls, name: str, x: np.ndarray, edge_index: np.ndarray, y: np.ndarray, split: Split | None
+    ) -> Graph:
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        if y.ndim != 1:
+            raise ValueError(
+                f"expected one class per node, got y of shape {list(y.shape)}: multi-label is not supported"
+            )
+        if not np.issubdtype(y.dtype, np.integer):
+            raise ValueError(
+                f"expected integer labels, got {y.dtype}; number the classes 0, 1, ... and use -1 for none"
+            )
+        if x.ndim != 2:
+            raise ValueError(f"expected x of shape [V, d_in], got {list(x.shape)}; pass one row per node")
+        if edge_index.ndim != 2 or len(edge_index) != 2 or not np.issubdtype(edge_index.dtype, np.integer):
+            raise ValueError(
+                f"expected an integer edge_index of shape [2, E], got {edge_index.dtype} {list(edge_index.shape)}"
+            )
+        num_nodes = len(x)
+        if edge_index.size and (edge_index.min() < 0 or edge_index.max() >= num_nodes):
+            raise ValueError(
+                f"expected edge_index in 0..{num_nodes - 1}, got {edge_index.min()}..{edge_index.max()}; "
+                "x has one row per node"
+            )
+        row, col = edge_index[:, edge_index[0] != edge_index[1]]
+        pairs = (np.concatenate([row, col]), np.concatenate([col, row]))
+        adjacency = sp.coo_array((np.ones(len(pairs[0]), bool), pairs), shape=(num_nodes, num_nodes)).tocsr()
+        adjacency.sum_duplicates()  # sorts every row too
+        return cls(
+            name=name,
+            indptr=adjacency.indptr.astype(np.int64),
+            indices=adjacency.indices.astype(np.int32),
+            features=np.ascontiguousarray(x, np.float32),
+            labels=y.astype(np.int64),
+            num_classes=int(y.max(initial=-1)) + 1,
+            split=split,
+        )
+
+
+def _attribute(data: Any, key: str) -> np.ndarray:
+    value = getattr(data, key, None)
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x, edge_index and y"
+        )
+    return (value.to_dense() if value.layout != torch.strided else value).numpy(force=True)
+
+
+def _planetoid(root: Path, name: str) -> Graph:
+    from torch_geometric.datasets import Planetoid
+
+    return Graph.from_data(Planetoid(str(root), name)[0], name.lower())
+
+
+def _amazon(root: Path, name: str) -> Graph:
+    from torch_geometric.datasets import Amazon
+
+    return Graph.from_data(Amazon(str(root), name)[0], name.lower())
+
+
+def _reddit(root: Path, name: str) -> Graph:
+    from torch_geometric import datasets
+
+    return Graph.from_data(getattr(datasets, name)(str(root / name))[0], name.lower())
+
+
+def _ogb(root: Path, name: str) -> Graph:
+    try:
+        from ogb.nodeproppred import NodePropPredDataset
+    except ImportError as error:
+        raise ImportError(f"{name} is read by the ogb package: pip install 'megagraph[ogb]'") from error
+    # ogb reads its own pickled arrays with torch.load, which has refused them by default since torch 2.6
+    with patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"):
+        dataset = NodePropPredDataset(name, str(root))
+        graph, labels = dataset[0]
+        parts = dataset.get_idx_split()
+    split = Split(*(np.sort(parts[part]) for part in ("train", "valid", "test")))
+    return Graph._from_arrays(name, graph["node_feat"], graph["edge_index"], labels, split)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How a named data set is read, its name there, and the raw files it is read from."""
+
+    load: Callable[[Path, str], Graph]
+    name: str
+    raw: str
+
+
+_PLANETOID_RAW = "{0}/raw/ind.{1}.x, .tx, .allx, .y, .ty, .ally, .graph and .test.index"
+_OGB_RAW = "{0}/raw and {0}/split as unpacked from the OGB archive"
+_SOURCES = {
+    "citeseer": _Source(_planetoid, "CiteSeer", _PLANETOID_RAW.format("CiteSeer", "citeseer")),
+    "cora": _Source(_planetoid, "Cora", _PLANETOID_RAW.format("Cora", "cora")),
+    "pubmed": _Source(_planetoid, "PubMed", _PLANETOID_RAW.format("PubMed", "pubmed")),
+    "computers": _Source(_amazon, "Computers", "Computers/raw/amazon_electronics_computers.npz"),
+    "reddit": _Source(_reddit, "Reddit", "Reddit/raw/reddit_data.npz and reddit_graph.npz"),
+    "reddit2": _Source(_reddit, "Reddit2", "Reddit2/raw/adj_full.npz, feats.npy, class_map.json and role.json"),
+    "ogbn-arxiv": _Source(_ogb, "ogbn-arxiv", _OGB_RAW.format("ogbn_arxiv")),
+    "ogbn-products": _Source(_ogb, "ogbn-products", _OGB_RAW.format("ogbn_products")),
+}
+
+
+def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
+    """Load a data set by name, or from an ``.npz`` file with the keys of ``torch_geometric.io.read_npz``.
+
+    Args:
+        dataset: "synthetic", a name of the list above, or a path that ends in ``.npz``.
+        root: folder of the named data sets. Raw files found there are used, others are downloaded by PyG or
+            ogb, which also write a ``processed`` folder beside ``raw``.
+        seed: of the synthetic graph.
+    """
+    if dataset == "synthetic":
+        return synthetic_graph(seed=seed)
+    if dataset.endswith(".npz"):
+        return _load_npz(Path(dataset))
+    source = _SOURCES.get(dataset)
+    if source is None:
+        names = ", ".join(["synthetic", *_SOURCES])
+        raise ValueError(f"expected one of {names}, or a path to an .npz file, got {dataset!r}")
+    if root is None:
+        raise ValueError(f"expected a folder for {dataset}, got none; name it with --root")
+    try:
+        return source.load(Path(root), source.name)
+    except (ImportError, ValueError):
+        raise
+    except Exception as error:  # whatever the downloading library raises
+        raise OSError(
+            f"could not read or download {dataset}: {error}; expected the raw files {Path(root) / source.raw}"
+        ) from error
+
+
+def _load_npz(path: Path) -> Graph:
+    if not path.is_file():
+        raise FileNotFoundError(f"expected an .npz file, got {path}, which does not exist")
+    from torch_geometric.io import read_npz
+
+    try:
+        data = read_npz(str(path))
+    except KeyError as error:
+        raise ValueError(
+            f"expected {path} to hold adj_data, adj_indices, adj_indptr, adj_shape, the same four of attr, and "
+            f"labels; {error.args[0]}"
+        ) from error
+    return Graph.from_data(data, path.stem)
+
+
+def synthetic_graph(
+    num_nodes: int = 2000,
+    num_classes: int = 6,
+    in_features: int = 64,
+    average_degree: float = 8.0,
+    homophily: float = 0.8,
+    seed: int = 0,
+) -> Graph:
+    """Degree-corrected stochastic block model (Karrer & Newman 2011) with noisy class-dependent features.
+
+    An edge starts at a node drawn by its propensity (Pareto, exponent 2.5), stays in that node's class with
+    probability ``homophily`` and ends, in the class chosen, at a node drawn by propensity again. Features are
+    Gaussian around a class mean, so noisy that they need the neighbourhood's to tell classes well.
+    """
+    if num_classes < 2 or num_nodes < num_classes:
+        raise ValueError(f"expected 2 <= num_classes <= num_nodes, got {num_classes} and {num_nodes}")
+    rng = np.random.default_rng(seed)
+    labels = np.sort(rng.permutation(num_nodes) % num_classes)
+    propensity = np.minimum((1 - rng.random(num_nodes)) ** (-1 / 1.5), np.sqrt(num_nodes))
+    mass = np.concatenate([[0.0], np.cumsum(propensity)])
+    class_mass = mass[np.searchsorted(labels, np.arange(num_classes + 1))]
+
+    def draw(low: np.ndarray | float, high: np.ndarray | float) -> np.ndarray:
+        """Nodes by propensity, from the stretch of mass between low and high."""
+        point = low + rng.random(num_edges) * (high - low)
+        return np.minimum(np.searchsorted(mass, point, side="right") - 1, num_nodes - 1)
+
+    num_edges = round(num_nodes * average_degree / 2)
+    row = draw(0.0, mass[-1])
+    other = (labels[row] + rng.integers(1, num_classes, num_edges)) % num_classes
+    column_class = np.where(rng.random(num_edges) < homophily, labels[row], other)
+    col = draw(class_mass[column_class], class_mass[column_class + 1])
+
+    means = rng.standard_normal((num_classes, in_features)) * (_CLASS_SIGNAL / np.sqrt(in_features))
+    features = means[labels] + rng.standard_normal((num_nodes, in_features))
+    shuffle = rng.permutation(num_nodes)  # node ids must not give the class away
+    return Graph._from_arrays(
+        "synthetic", features[np.argsort(shuffle)], shuffle[np.stack([row, col])], labels[np.argsort(shuffle)], None
+    )
+
+
+_CLASS_SIGNAL = 1.2  # distance of a class mean from the origin, in standard deviations of one feature

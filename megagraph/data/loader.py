@@ -1,0 +1,84 @@
+"""Batches of an epoch, built in worker processes, the same for any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches
+
+
+class Loader:
+    """Epochs of batches that depend on the seed and the epoch only.
+
+    The random state of batch i of epoch e derives from (seed, e, i), so neither the number of workers nor a
+    restart in between changes a batch.
+
+    Args:
+        nodes: node ids whose labels count. Ego batches have these as targets, cluster batches all nodes.
+        batch_size: targets (ego) or sequences (cluster) in a batch; the last batch may hold fewer.
+        shuffle: a new order, or packing, every epoch.
+    """
+
+    def __init__(
+        self,
+        builder: EgoBatches | ClusterBatches,
+        nodes: np.ndarray,
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        num_workers: int = 0,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"expected batch_size >= 1, got {batch_size}")
+        if len(nodes) == 0:
+            raise ValueError("expected node ids to load, got none; check the split")
+        self._builder, self._nodes, self._batch_size = builder, nodes, batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._sampler = _Items()
+        self._loader = DataLoader(
+            _Batches(builder, nodes),
+            batch_size=None,
+            sampler=self._sampler,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            # a generator of its own, or every epoch would draw from the model's random numbers
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def epoch(self, epoch: int) -> DataLoader:
+        """The batches of an epoch, with a length; iterate over them before asking for the next epoch."""
+        seeds = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
+        rng = np.random.default_rng(seeds) if self._shuffle else None
+        plan = self._builder.plan(self._nodes, self._batch_size, rng)
+        self._sampler.items = list(zip(plan, seeds.spawn(len(plan)), strict=True))
+        return self._loader
+
+
+class _Items(Sampler):
+    """What the batches of the current epoch are to be built from; set in the main process, read by workers."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[np.ndarray, np.random.SeedSequence]] = []
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.random.SeedSequence]]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class _Batches(Dataset):
+    def __init__(self, builder: EgoBatches | ClusterBatches, nodes: np.ndarray) -> None:
+        self._builder = builder
+        self._label_mask = np.zeros(builder.graph.num_nodes, bool)
+        self._label_mask[nodes] = True
+
+    def __getitem__(self, item: tuple[np.ndarray, np.random.SeedSequence]) -> Batch:
+        index, seeds = item
+        return self._builder.build(index, self._label_mask, np.random.default_rng(seeds))

@@ -1,0 +1,118 @@
+"""Class probabilities of nodes: the vote over several sampled sequences, for evaluation and prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megagraph.config import TrainConfig
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, prepare
+from megagraph.data.datasets import Graph, load_graph
+from megagraph.data.loader import Loader
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.run import Run
+
+
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """Mixed precision where the configuration asks for it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
+
+
+def parameter_dtype(config: TrainConfig) -> torch.dtype:
+    return torch.float64 if config.dtype == "fp64" else torch.float32
+
+
+def logits(model: nn.Module, batch: Batch, dropout_key: Tensor | None = None) -> Tensor:
+    """Class scores [B, T, classes] of the rows that a batch reads out."""
+    return model(
+        batch.features,
+        batch.node_index,
+        batch.channels if batch.channels is not None else batch.buckets,
+        batch.key_padding_mask,
+        num_targets=batch.labels.shape[1],
+        dropout_key=dropout_key,
+    )
+
+
+def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
+    """All that is computed once per graph."""
+    return prepare(
+        graph,
+        batching=config.batching,
+        bias=config.bias_form,
+        channels=config.channels,
+        max_distance=config.max_distance,
+        global_tokens=config.global_tokens,
+        k=config.sample_nodes,
+        num_samples=config.samples,
+        super_ratio=config.super_ratio,
+        sequence_nodes=config.sequence_nodes,
+        num_super=config.super_nodes,
+    )
+
+
+def as_graph(data: Any) -> Graph:
+    """A :class:`Graph` as it is, anything else by the attributes of ``torch_geometric.data.Data``."""
+    return data if isinstance(data, Graph) else Graph.from_data(data)
+
+
+@torch.inference_mode()
+def class_probabilities(model: nn.Module, loader: Loader, config: TrainConfig) -> np.ndarray:
+    """Mean of softmax over all sequences of a node, fp32 [V, classes]; rows of nodes that were not read out are 0.
+
+    ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability.
+    """
+    device = next(model.parameters()).device
+    model.eval()
+    total: np.ndarray | None = None
+    for batch in loader.epoch(0):
+        batch = batch.to(device, non_blocking=True)
+        with autocast(config, device):
+            scores = logits(model, batch)
+        probabilities = scores.float().softmax(dim=-1).flatten(0, 1).cpu().numpy()
+        nodes = batch.target_nodes.flatten().cpu().numpy()
+        if total is None:
+            total = np.zeros((loader._builder.graph.num_nodes, probabilities.shape[1]), np.float32)
+        np.add.at(total, nodes[nodes >= 0], probabilities[nodes >= 0])
+    assert total is not None
+    return total / np.maximum(total.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+
+
+def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float:
+    """Part of ``nodes`` whose most probable class is the label."""
+    return float((probabilities[nodes].argmax(axis=1) == labels[nodes]).mean())
+
+
+def predict(run: Path | str, data: Any = None) -> np.ndarray:
+    """Class probabilities fp32 [V, classes] of every node, by the weights of a run.
+
+    Args:
+        run: run folder of ``Trainer.fit``.
+        data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
+
+    Raises:
+        FileNotFoundError: ``run`` is not the folder of a finished run.
+        ValueError: the graph does not have the features that the model was trained on.
+    """
+    opened = Run.open(run)
+    config, model_config = opened.config, opened.model_config
+    graph = load_graph(config.dataset, config.root, seed=config.seed) if data is None else as_graph(data)
+    if graph.in_features != model_config.in_features:
+        raise ValueError(
+            f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
+        )
+    model = HierarchicalGT(model_config).to(config.torch_device(), parameter_dtype(config))
+    model.load_state_dict(opened.weights())
+    loader = Loader(
+        batches(config, graph),
+        np.arange(graph.num_nodes),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        shuffle=False,
+        num_workers=config.workers,
+    )
+    return class_probabilities(model, loader, config)

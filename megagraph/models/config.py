@@ -1,0 +1,49 @@
+"""The shape of a model: what is needed to build one, and nothing of how it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A graph transformer; paper symbols in brackets.
+
+    Args:
+        in_features: width of the raw node features [d_in].
+        num_classes: classes to tell apart [d_out].
+        layers: transformer layers [L].
+        dim: hidden width [d]; ``heads`` must divide it.
+        ffn_dim: inner width of the feed-forward network [d_ff].
+        heads: attention heads [h].
+        global_tokens: learned tokens that every node attends to.
+        bias: ``"projected"`` (adjacency powers, one Linear per layer) or ``"bucket"`` (distances, one table per layer).
+        bias_size: channels C of a projected bias, or buckets R of a table.
+        dropout, input_dropout, attention_dropout: probabilities in [0, 1).
+    """
+
+    in_features: int
+    num_classes: int
+    layers: int = 4
+    dim: int = 128
+    ffn_dim: int = 128
+    heads: int = 8
+    global_tokens: int = 1
+    bias: Literal["projected", "bucket"] = "projected"
+    bias_size: int = 7
+    dropout: float = 0.1
+    input_dropout: float = 0.1
+    attention_dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("in_features", "num_classes", "layers", "dim", "ffn_dim", "heads", "bias_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
+        if self.global_tokens < 0:
+            raise ValueError(f"global_tokens must be 0 or more, got {self.global_tokens}")
+        for name in ("dropout", "input_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

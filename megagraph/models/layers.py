@@ -1,0 +1,76 @@
+"""The transformer layer that all models share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megagraph.attention.bias import BucketBias, ProjectedBias
+from megagraph.attention.dropout import hidden_dropout, mix_key
+from megagraph.attention.module import BiasedRingAttention
+from megagraph.models.config import ModelConfig
+
+# one number per place where a layer drops something; the key of a place is mix_key(key, layer, site)
+_ATTENTION_SITE, _ATTENTION_OUT_SITE, _FFN_SITE = range(3)
+
+
+class GraphTransformerLayer(nn.Module):
+    """Pre-LN layer: x += Drop(Attention(LN(x))); x += Drop(FFN(LN(x))), FFN = Linear, GELU, Linear.
+
+    The structure of the batch (adjacency channels or distance buckets) is shared by all layers; each layer owns the
+    weight [H, C] or table [H, R] that turns it into its bias.
+
+    Args:
+        index: position of this layer in the whole model, part of its dropout key.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.bias_form = config.bias
+        self.dropout = config.dropout
+        self.bias_weight = nn.Parameter(torch.empty(config.heads, config.bias_size))
+        self.attention_norm = nn.LayerNorm(config.dim)
+        self.attention = BiasedRingAttention(config.dim, config.heads, dropout=config.attention_dropout)
+        self.ffn_norm = nn.LayerNorm(config.dim)
+        self.ffn = nn.Sequential(
+            nn.Linear(config.dim, config.ffn_dim), nn.GELU(), nn.Linear(config.ffn_dim, config.dim)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        structure: Tensor,
+        key_padding_mask: Tensor,
+        dropout_key: Tensor | None = None,
+        num_queries: int | None = None,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            x: [B, N, d].
+            structure: channels [B or 1, C, N, N] or uint8 buckets [B or 1, N, N].
+            key_padding_mask: bool [B, N], True = padding.
+            dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
+            num_queries: compute only the first M rows.
+
+        Returns:
+            [B, M, d], M = N unless ``num_queries`` says less.
+        """
+        rows = slice(num_queries)
+        bias: BucketBias | ProjectedBias
+        if self.bias_form == "bucket":
+            bias = BucketBias(structure[:, rows], self.bias_weight)
+        else:
+            bias = ProjectedBias(structure[:, :, rows], self.bias_weight)
+        key_at = [None if dropout_key is None else mix_key(dropout_key, self.index, site) for site in range(3)]
+        h = self.attention(
+            self.attention_norm(x),
+            bias,
+            key_padding_mask=key_padding_mask,
+            dropout_key=key_at[_ATTENTION_SITE],
+            num_queries=num_queries,
+        )
+        x = x[:, rows] + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE])
+        h = self.ffn(self.ffn_norm(x))
+        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE])

@@ -1,0 +1,270 @@
+"""Training in one process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from megagraph import plots
+from megagraph.attention.dropout import dropout_keys
+from megagraph.config import TrainConfig
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches
+from megagraph.data.datasets import Graph, Split, load_graph, random_split
+from megagraph.data.loader import Loader
+from megagraph.evaluate import accuracy, as_graph, autocast, batches, class_probabilities, logits, parameter_dtype
+from megagraph.models.config import ModelConfig
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a run; test accuracy is that of the best validation epoch."""
+
+    run: str
+    test_accuracy: float
+    best_val_accuracy: float
+    best_epoch: int
+    majority_accuracy: float  # of always answering the largest class of the training nodes, on the test nodes
+    epochs: int
+    steps: int
+    epoch_seconds: float  # median, training only
+    evaluation_seconds: float  # median per epoch
+    preprocess_seconds: float
+    sequence_nodes: int  # N
+    parameters: int
+    peak_memory_bytes: int  # of the device; of the process on a CPU
+    device: str
+
+
+class Trainer:
+    """Train a model on one graph.
+
+    Example: ``summary = Trainer(TrainConfig(dataset="cora", root=Path("data"))).fit()``
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    def fit(self, data: Any = None) -> Summary:
+        """Train, evaluate every epoch, and leave a run folder.
+
+        Args:
+            data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
+
+        Raises:
+            ValueError: bad data or configuration; nothing has been trained or written by then.
+            FileExistsError, OSError: the run folder is taken, or cannot be written.
+        """
+        config = self.config
+        device = config.torch_device()
+        graph = load_graph(config.dataset, config.root, seed=config.seed) if data is None else as_graph(data)
+        split = choose_split(graph, config)
+        run = Run.create(config)
+
+        started = time.perf_counter()
+        builder = batches(config, graph)
+        preprocess_seconds = time.perf_counter() - started
+        model_config = ModelConfig(
+            in_features=graph.in_features,
+            num_classes=graph.num_classes,
+            layers=config.layers,
+            dim=config.dim,
+            ffn_dim=config.ffn_dim,
+            heads=config.heads,
+            global_tokens=config.global_tokens,
+            bias=config.bias_form,
+            bias_size=getattr(builder.structure, "num_channels", None) or builder.structure.num_buckets,
+            dropout=config.dropout,
+            input_dropout=config.input_dropout,
+            attention_dropout=config.attention_dropout,
+        )
+        run.write_model_config(model_config)
+        torch.manual_seed(config.seed)
+        model = HierarchicalGT(model_config).to(device, parameter_dtype(config))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        print(
+            f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} features, "
+            f"{graph.num_classes} classes; {len(split.train)}/{len(split.val)}/{len(split.test)} to train/validate/test\n"
+            f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on {device}; "
+            f"prepared in {preprocess_seconds:.1f} s",
+            file=sys.stderr,
+        )
+
+        epochs = _Epochs(config, builder, graph, split, model, run)
+        history = []
+        best: dict[str, Any] = {"val_accuracy": -1.0}
+        for epoch in range(config.epochs):
+            history.append(epochs.run(epoch))
+            if history[-1]["val_accuracy"] > best["val_accuracy"]:
+                best = history[-1]
+                run.save_weights(model.state_dict())
+            run.log(**history[-1])
+            if epochs.step == epochs.total_steps:
+                break
+        majority = np.bincount(graph.labels[split.train]).argmax()
+        summary = Summary(
+            run=str(run.folder),
+            test_accuracy=best["test_accuracy"],
+            best_val_accuracy=best["val_accuracy"],
+            best_epoch=best["epoch"],
+            majority_accuracy=float((graph.labels[split.test] == majority).mean()),
+            epochs=len(history),
+            steps=epochs.step,
+            epoch_seconds=float(np.median([epoch["train_seconds"] for epoch in history])),
+            evaluation_seconds=float(np.median([epoch["evaluation_seconds"] for epoch in history])),
+            preprocess_seconds=preprocess_seconds,
+            sequence_nodes=builder.sequence_nodes,
+            parameters=parameters,
+            peak_memory_bytes=_peak_memory_bytes(device),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        )
+        run.write_summary(asdict(summary))
+        plots.curves(run.metrics(), run.folder / "curves.png")
+        return summary
+
+
+class _Epochs:
+    """The state that goes from one epoch to the next: optimizer, schedule, step counter."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        builder: EgoBatches | ClusterBatches,
+        graph: Graph,
+        split: Split,
+        model: nn.Module,
+        run: Run,
+    ) -> None:
+        def loader(nodes: np.ndarray, shuffle: bool) -> Loader:
+            return Loader(
+                builder,
+                nodes,
+                batch_size=config.batch_size,
+                seed=config.seed,
+                shuffle=shuffle,
+                num_workers=config.workers,
+            )
+
+        self.config, self.graph, self.split, self.model, self.run_folder = config, graph, split, model, run
+        self.device = next(model.parameters()).device
+        self.train_loader = loader(split.train, shuffle=True)
+        self.eval_loader = loader(np.concatenate([split.val, split.test]), shuffle=False)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        self.step = 0
+        self.total_steps = config.epochs * len(self.train_loader.epoch(0))
+        if config.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.max_steps)
+
+    def run(self, epoch: int) -> dict[str, Any]:
+        """Train one epoch and evaluate: the line of the epoch in metrics.jsonl."""
+        started = time.perf_counter()
+        self.model.train()
+        losses = []
+        progress = tqdm(self.train_loader.epoch(epoch), desc=f"epoch {epoch}", leave=False, disable=None)
+        waiting = time.perf_counter()
+        for batch in progress:
+            stall_seconds = time.perf_counter() - waiting
+            if self.step == self.total_steps:
+                break
+            if batch.num_targets == 0:  # a cluster batch without training nodes
+                continue
+            losses.append(self._train_step(batch, stall_seconds))
+            progress.set_postfix(loss=f"{losses[-1]:.3f}")
+            waiting = time.perf_counter()
+        trained = time.perf_counter()
+        probabilities = class_probabilities(self.model, self.eval_loader, self.config)
+        val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
+        loss = float(np.mean(losses))
+        print(f"epoch {epoch:3d}  loss {loss:.4f}  validation {val:.4f}  test {test:.4f}", file=sys.stderr)
+        return {
+            "epoch": epoch,
+            "loss": loss,
+            "val_accuracy": val,
+            "test_accuracy": test,
+            "train_seconds": trained - started,
+            "evaluation_seconds": time.perf_counter() - trained,
+        }
+
+    def _train_step(self, batch: Batch, stall_seconds: float) -> float:
+        started = time.perf_counter()
+        config = self.config
+        learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        num_targets = batch.num_targets
+        batch = batch.to(self.device, non_blocking=True)
+        keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
+        with autocast(config, self.device):
+            scores = logits(self.model, batch, keys)
+        loss = loss_sum(scores, batch.labels) / num_targets
+        self.optimizer.zero_grad()
+        loss.backward()
+        gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+        self.optimizer.step()
+        value = loss.item()  # waits for the device, so the step's time is all of it
+        if not np.isfinite(value):
+            raise FloatingPointError(
+                f"the loss of step {self.step} is {value}; lower --learning-rate (now {learning_rate:.2e}), "
+                "or look for extreme values in the features"
+            )
+        self.run_folder.log(
+            step=self.step,
+            loss=value,
+            learning_rate=learning_rate,
+            gradient_norm=float(gradient_norm),
+            step_seconds=time.perf_counter() - started,
+            stall_seconds=stall_seconds,
+        )
+        self.step += 1
+        return value
+
+
+def schedule(step: int, total_steps: int, warmup: float) -> float:
+    """Factor on the peak learning rate: linear from 0 over the warm-up steps, then linear down to 0."""
+    warmup_steps = warmup * total_steps
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    return (total_steps - step) / max(total_steps - warmup_steps, 1)
+
+
+def loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy summed over the labels that count; divided by their number in the global batch it is the loss."""
+    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels.flatten(), ignore_index=-1, reduction="sum")
+
+
+def choose_split(graph: Graph, config: TrainConfig) -> Split:
+    """The split that the configuration asks for.
+
+    Raises:
+        ValueError: the data set has no split of its own, or a part is empty.
+    """
+    if config.split == "random":
+        split = random_split(graph.labels, config.seed)
+    elif graph.split is None:
+        raise ValueError(f"split must be 'random': {graph.name} has no split of its own")
+    else:
+        split = graph.split
+    for name in ("train", "val", "test"):
+        if len(getattr(split, name)) == 0:
+            raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
+    return split
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, where nothing else here needs it
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,41 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megagraph",
+    version="0.1.0",
+    description="Graph Transformers on large graphs: exact attention with a learnable structural bias",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["megagraph*"]),  # megagraph/kernels is a link to kernels/
+    package_data={"megagraph": ["py.typed"]},
+    entry_points={"console_scripts": ["megagraph = megagraph.cli:main"]},
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "triton>=3.6,<3.8; platform_system == 'Linux'",
+        "numpy>=1.26",
+        "scipy>=1.11",
+        "torch_geometric>=2.7",
+        "pymetis>=2023.1",
+        "safetensors>=0.4",
+        "matplotlib>=3.8",
+        "tqdm>=4.66",
+        "tyro>=0.9",
+    ],
+    extras_require={
+        "ogb": ["ogb>=1.3.6"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-benchmark>=5",
+            "hypothesis>=6.100",
+            "ruff>=0.12",
+            "mypy>=1.11",
+            "import-linter>=2.1",
+        ],
+    },
+)
