@@ -11,8 +11,9 @@
 With dropout, kept p and dp are scaled by 1 / (1 - dropout_p) and dropped ones are zero; l sums all of them.
 
 B batch, H heads, M queries on this rank, Nk keys in the visiting block, N bias columns, D head dim.
-Scores, m and the exponentials are in base 2 (exp(x) == exp2(x * log2 e), folded into scale and bias); lse is
-in natural log. State and sums are fp32, or fp64 for fp64 inputs, which run in the interpreter only.
+Scores, m and lse are in natural log. exp(x) is exp2(x * log2 e) of a difference x of two scores, which is
+rounded where it is small: scores in base 2 would round lse and every bias once more, up to twice the error of
+fp32 gradients. State and sums are fp32, or fp64 for fp64 inputs, which run in the interpreter only.
 
 Segments (key_start, column_start, length) say which bias columns the visiting keys own. No tile straddles two
 segments, so the columns of a tile are consecutive. No atomics: every sum has one order, and two runs agree.
@@ -96,6 +97,11 @@ def _add_dot(acc, p, x):
 
 
 @triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
 def _row_offsets(bh, rows, M, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Offsets and column mask of rows [BLOCK, BLOCK_D] in a contiguous [B * H, M, D] accumulator."""
     offs_d = tl.arange(0, BLOCK_D)
@@ -146,69 +152,65 @@ def _dropped(row_keys, cols, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
-def _bucket_tile(x, b, rows, cols, keep):
-    """Bucket of each pair, int32; MASKED_BUCKET outside ``keep``."""
+def _bucket_tile(x, b, rows, cols, inside):
+    """Bucket of each pair, int32; MASKED_BUCKET outside."""
     stride_b, stride_m, stride_n = x.data.strides
     ptrs = x.data.ptr + b * stride_b + rows * stride_m + cols * stride_n
-    return tl.load(ptrs, mask=keep, other=MASKED_BUCKET).to(tl.int32)
+    return tl.load(ptrs, mask=inside, other=MASKED_BUCKET).to(tl.int32)
 
 
 @triton.jit
-def _channel_tile(x, c, b, rows, cols, keep):
-    """Channel c of each pair; 0 outside ``keep``."""
+def _channel_tile(x, c, b, rows, cols, inside):
+    """Channel c of each pair; 0 outside."""
     stride_b, stride_c, stride_m, stride_n = x.data.strides
     ptrs = x.data.ptr + b * stride_b + c * stride_c + rows * stride_m + cols * stride_n
-    return tl.load(ptrs, mask=keep, other=0.0)
+    return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
-def _unmasked(x, b, cols, in_rows, in_cols):
-    """Pairs inside the tensors whose key is not padding. Rows and columns are 2-D, in either orientation."""
-    if x.padding is not None:
-        stride_b, stride_n = x.padding.strides
-        ptrs = x.padding.ptr + b * stride_b + cols * stride_n
-        in_cols = in_cols & (tl.load(ptrs, mask=in_cols, other=1) == 0)
-    return in_rows & in_cols
+def _scores(x, qk, b, h, rows, cols, in_rows, in_cols, FORM: tl.constexpr, NUM_LEARNED: tl.constexpr):
+    """Scores scale * qk + b[b, h, rows, cols], -inf where masked or outside.
 
-
-@triton.jit
-def _scores(x, qk, b, h, rows, cols, keep, FORM: tl.constexpr, NUM_LEARNED: tl.constexpr):
-    """Base-2 scores log2(e) * (scale * qk + b[b, h, rows, cols]), -inf outside ``keep`` and where b masks.
-
-    rows and cols, int64, broadcast to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or both transposed.
+    rows and cols, int64, broadcast to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or both transposed. Bias loads
+    carry the bounds alone, which are equal along runs of columns, so that they stay wide.
     """
-    s = qk * (x.scale * LOG2E)
+    inside = in_rows & in_cols
+    s = qk * x.scale
     if FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = x.learned.strides
         ptrs = x.learned.ptr + b * stride_b + h * stride_h + rows * stride_m + cols * stride_n
-        s += tl.load(ptrs, mask=keep, other=-float("inf")).to(s.dtype) * LOG2E
+        s += tl.load(ptrs, mask=inside, other=-float("inf")).to(s.dtype)
     elif FORM == "bucket":
         stride_h, stride_r = x.learned.strides
-        bucket = _bucket_tile(x, b, rows, cols, keep)
+        bucket = _bucket_tile(x, b, rows, cols, inside)
         # a bucket beyond the table reads NaN, not a stray number
         ptrs = x.learned.ptr + h * stride_h + bucket * stride_r
         value = tl.load(ptrs, mask=bucket < NUM_LEARNED, other=float("nan")).to(s.dtype)
-        s = tl.where(bucket == MASKED_BUCKET, -float("inf"), s + value * LOG2E)
-    elif FORM == "projected":
-        stride_h, stride_c = x.learned.strides
-        if x.bias_mask is not None:
-            stride_b, stride_m, stride_n = x.bias_mask.strides
-            ptrs = x.bias_mask.ptr + b * stride_b + rows * stride_m + cols * stride_n
-            keep = keep & (tl.load(ptrs, mask=keep, other=1) == 0)
-        for c in tl.static_range(NUM_LEARNED):
-            weight = tl.load(x.learned.ptr + h * stride_h + c * stride_c).to(s.dtype) * LOG2E
-            s += weight * _channel_tile(x, c, b, rows, cols, keep).to(s.dtype)
-        s = tl.where(keep, s, -float("inf"))
+        s = tl.where(bucket == MASKED_BUCKET, -float("inf"), s + value)
     else:
-        s = tl.where(keep, s, -float("inf"))
+        valid = inside
+        if FORM == "projected":
+            stride_h, stride_c = x.learned.strides
+            for c in tl.static_range(NUM_LEARNED):
+                weight = tl.load(x.learned.ptr + h * stride_h + c * stride_c).to(s.dtype)
+                s += weight * _channel_tile(x, c, b, rows, cols, inside).to(s.dtype)
+            if x.bias_mask is not None:
+                stride_b, stride_m, stride_n = x.bias_mask.strides
+                ptrs = x.bias_mask.ptr + b * stride_b + rows * stride_m + cols * stride_n
+                valid = tl.load(ptrs, mask=inside, other=1) == 0
+        s = tl.where(valid, s, -float("inf"))
+    if x.padding is not None:
+        stride_b, stride_n = x.padding.strides
+        padding = tl.load(x.padding.ptr + b * stride_b + cols * stride_n, mask=in_cols, other=1)
+        s = tl.where(padding == 0, s, -float("inf"))
     return s
 
 
 @triton.jit
 def _load_lse(lse_ptr, offs, mask):
-    """Base-2 log-sum-exp of each row; +inf where there was no key or is no row, so that exp2(s - lse) = 0."""
+    """Log-sum-exp of each row; +inf where there was no key or is no row, so that exp(s - lse) = 0."""
     lse = tl.load(lse_ptr + offs, mask=mask, other=float("inf"))
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+    return tl.where(lse == -float("inf"), float("inf"), lse)
 
 
 @triton.jit
@@ -254,14 +256,15 @@ def _step_fwd(
             v = _load_rows(x.v, b, h, keys, in_keys, D, BLOCK_D)
 
             qk = _dot(q, tl.trans(k), ACC_DTYPE)
-            keep = _unmasked(x, b, cols, in_rows[:, None], in_keys[None, :])
-            s = _scores(x, qk, b, h, rows[:, None], cols, keep, FORM, NUM_LEARNED)  # [BLOCK_M, BLOCK_N]
+            s = _scores(
+                x, qk, b, h, rows[:, None], cols, in_rows[:, None], in_keys[None, :], FORM, NUM_LEARNED
+            )  # [BLOCK_M, BLOCK_N]
 
             m_new = tl.maximum(m, tl.max(s, axis=1))
             # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
             pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-            rescale = tl.exp2(m - pivot)
-            p = tl.exp2(s - pivot[:, None])
+            rescale = _exp(m - pivot)
+            p = _exp(s - pivot[:, None])
             l = l * rescale + tl.sum(p, axis=1)
             if THRESHOLD > 0:  # kept p is scaled once, in out
                 p = tl.where(_dropped(row_keys[:, None], cols, THRESHOLD), 0.0, p)
@@ -270,7 +273,7 @@ def _step_fwd(
 
     if LAST:
         l_safe = tl.where(l == 0.0, 1.0, l)  # a row that met no valid key: out = 0, lse = m = -inf
-        tl.store(lse_ptr + state, (m + tl.log2(l_safe)) * LN2, mask=in_rows)
+        tl.store(lse_ptr + state, m + tl.log2(l_safe) * LN2, mask=in_rows)
         stride_b, stride_h, stride_m, stride_d = out.strides
         offs_d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
         out_ptrs = out.ptr + b * stride_b + h * stride_h + rows[:, None] * stride_m + offs_d * stride_d
@@ -310,8 +313,8 @@ def _bwd_keys(
         delta = tl.load(delta_ptr + bh * x.M + rows, mask=in_rows, other=0.0)
 
         qk = _dot(k, tl.trans(q), ACC_DTYPE)
-        keep = _unmasked(x, b, cols, in_rows[None, :], in_keys[:, None])
-        p = tl.exp2(_scores(x, qk, b, h, rows[None, :], cols, keep, FORM, NUM_LEARNED) - lse[None, :])
+        s = _scores(x, qk, b, h, rows[None, :], cols, in_rows[None, :], in_keys[:, None], FORM, NUM_LEARNED)
+        p = _exp(s - lse[None, :])
         dp = _dot(v, tl.trans(do), ACC_DTYPE)
         p_kept = p
         if THRESHOLD > 0:  # kept p is scaled once, in dv
@@ -328,18 +331,18 @@ def _bwd_keys(
 
 @triton.jit
 def _learned_sums(
-    x, ds, b, rows, cols, keep, FORM: tl.constexpr, NUM_LEARNED: tl.constexpr, BLOCK_R: tl.constexpr
+    x, ds, b, rows, cols, inside, FORM: tl.constexpr, NUM_LEARNED: tl.constexpr, BLOCK_R: tl.constexpr
 ):  # fmt: skip
     """This tile's gradient of one head's table or weight, [BLOCK_R]."""
     offs_r = tl.arange(0, BLOCK_R)
     sums = tl.zeros([BLOCK_R], ds.dtype)
     if FORM == "bucket":
-        bucket = _bucket_tile(x, b, rows, cols, keep)
+        bucket = _bucket_tile(x, b, rows, cols, inside)
         for r in _range(0, NUM_LEARNED, 1):
             sums += tl.where(offs_r == r, tl.sum(tl.where(bucket == r, ds, 0.0)), 0.0)
     else:
         for c in tl.static_range(NUM_LEARNED):
-            channel = _channel_tile(x, c, b, rows, cols, keep).to(ds.dtype)
+            channel = _channel_tile(x, c, b, rows, cols, inside).to(ds.dtype)
             sums += tl.where(offs_r == c, tl.sum(ds * channel), 0.0)
     return sums
 
@@ -373,8 +376,10 @@ def _bwd_queries(
             v = _load_rows(x.v, b, h, keys, in_keys, D, BLOCK_D)
 
             qk = _dot(q, tl.trans(k), ACC_DTYPE)
-            keep = _unmasked(x, b, cols, in_rows[:, None], in_keys[None, :])
-            p = tl.exp2(_scores(x, qk, b, h, rows[:, None], cols, keep, FORM, NUM_LEARNED) - lse[:, None])
+            s = _scores(
+                x, qk, b, h, rows[:, None], cols, in_rows[:, None], in_keys[None, :], FORM, NUM_LEARNED
+            )
+            p = _exp(s - lse[:, None])
             dp = _dot(do, tl.trans(v), ACC_DTYPE)
             if THRESHOLD > 0:
                 dp = tl.where(_dropped(row_keys[:, None], cols, THRESHOLD), 0.0, dp * KEEP_SCALE)
@@ -382,13 +387,14 @@ def _bwd_queries(
             dq = _add_dot(dq, ds, k)
 
             if d_learned is not None:
+                inside = in_rows[:, None] & in_keys[None, :]
                 if FORM == "dense":
                     stride_b, stride_h, stride_m, stride_n = d_learned.strides
                     db_ptrs = d_learned.ptr + b * stride_b + h * stride_h
                     db_ptrs += rows[:, None] * stride_m + cols * stride_n
-                    tl.store(db_ptrs, tl.load(db_ptrs, mask=keep) + ds, mask=keep)
+                    tl.store(db_ptrs, tl.load(db_ptrs, mask=inside) + ds, mask=inside)
                 else:
-                    sums += _learned_sums(x, ds, b, rows[:, None], cols, keep, FORM, NUM_LEARNED, BLOCK_R)
+                    sums += _learned_sums(x, ds, b, rows[:, None], cols, inside, FORM, NUM_LEARNED, BLOCK_R)
     _add_rows(dq_ptr, bh, rows, in_rows, dq * x.scale, x.M, D, BLOCK_D)
     if d_learned is not None and FORM != "dense":  # partial sums [B * H, num_tiles, NUM_LEARNED]
         offs_r = tl.arange(0, BLOCK_R)
@@ -447,10 +453,10 @@ def _block_sizes(M: int, N: int, D: int, itemsize: int, backward: bool) -> dict[
     64 rows fill one warpgroup's tensor-core instruction. What bounds a tile is what lives in registers, the
     scores [BLOCK_M, BLOCK_N] and the accumulators [BLOCK, D], one in forward and two in backward, and in
     shared memory the key and value tiles, two in flight. So forward runs 4 warps, and several programs on a
-    multiprocessor hide each other's loads and exponentials; backward spreads its tile over 8 warps; wide heads
-    take shorter tiles. Exact fp32 products run outside the tensor cores, with their operands in registers too.
-    Small problems take small tiles, as rows beyond M and N are computed and thrown away; 16 is the least that
-    tl.dot takes.
+    multiprocessor hide each other's loads and exponentials; backward spreads its tile over 8 warps; wide
+    heads take shorter tiles. Exact fp32 products run outside the tensor cores, with operands in registers
+    too. Small problems take small tiles, as rows beyond M and N are computed and thrown away; 16 is the least
+    that tl.dot takes.
     """
     if itemsize > 2:
         block_m, block_n, num_warps = 32, 32 if D <= 128 else 16, 8
@@ -540,7 +546,7 @@ def launch_step_fwd(
         row_ids: int32 [M], global row of each query for dropout; None: the local row.
         first: start from the empty state instead of reading m, l, acc.
         last: write out and lse instead of m, l, acc.
-        m, l: [B, H, M], running max of the base-2 scores and running sum; contiguous, fp32 (fp64 for fp64 q).
+        m, l: [B, H, M], running max of the scores and running sum; contiguous, fp32 (fp64 for fp64 q).
         acc: [B, H, M, D], unnormalised output; as m. All three None if first and last.
         out: [B, H, M, D], any strides; 0 for a row that met no valid key. None before the last step.
         lse: contiguous [B, H, M], natural log; -inf for a row that met no valid key. None as out.

@@ -31,7 +31,7 @@ def logits(model: nn.Module, batch: Batch, dropout_key: Tensor | None = None) ->
     return model(
         batch.features,
         batch.node_index,
-        batch.channels if batch.channels is not None else batch.buckets,
+        batch.structure,
         batch.key_padding_mask,
         num_targets=batch.labels.shape[1],
         dropout_key=dropout_key,
@@ -76,7 +76,7 @@ def class_probabilities(model: nn.Module, loader: Loader, config: TrainConfig) -
         probabilities = scores.float().softmax(dim=-1).flatten(0, 1).cpu().numpy()
         nodes = batch.target_nodes.flatten().cpu().numpy()
         if total is None:
-            total = np.zeros((loader._builder.graph.num_nodes, probabilities.shape[1]), np.float32)
+            total = np.zeros((loader.num_nodes, probabilities.shape[1]), np.float32)
         np.add.at(total, nodes[nodes >= 0], probabilities[nodes >= 0])
     assert total is not None
     return total / np.maximum(total.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)

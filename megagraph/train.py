@@ -82,7 +82,7 @@ class Trainer:
             heads=config.heads,
             global_tokens=config.global_tokens,
             bias=config.bias_form,
-            bias_size=getattr(builder.structure, "num_channels", None) or builder.structure.num_buckets,
+            bias_size=builder.structure.size,
             dropout=config.dropout,
             input_dropout=config.input_dropout,
             attention_dropout=config.attention_dropout,

@@ -295,8 +295,9 @@ def _check_inputs(
 def _check_values(bias: Bias | None) -> None:
     if isinstance(bias, BucketBias) and bias.index.numel():
         buckets = bias.table.shape[1]
+        rows = bias.index.flatten(0, 1).split(max((1 << 20) // bias.index.shape[-1], 1))
         # 255 wraps to 0: every other bucket moves up by one and must stay within the table
-        highest = int((bias.index + 1).max()) - 1
+        highest = max(int((some + 1).max()) for some in rows) - 1
         if highest >= buckets:
             raise ValueError(
                 f"BucketBias index must be below the table's {buckets} buckets, or {MASKED_BUCKET} for a masked pair; "

@@ -25,8 +25,8 @@ class Batch:
     The first T regular slots are read out. U distinct rows of features serve all sequences. Shapes:
         features:         [U, d_in]         float32  raw features of the batch's nodes and super nodes
         node_index:       [B, N - G]        int64    row of ``features``, global tokens have none; 0 on padding
-        channels:         [B, C + G, N, N]  float32  data of ``ProjectedBias``, or None
-        buckets:          [B, N, N]         uint8    data of ``BucketBias``, or None
+        structure:        [B, C + G, N, N]  float32  channels of ``ProjectedBias``, or
+                          [B, N, N]         uint8    buckets of ``BucketBias``
         key_padding_mask: [B, N]            bool     True = padding
         labels:           [B, T]            int64    class, -1 = does not count
         target_nodes:     [B, T]            int64    node id, -1 = padding
@@ -35,8 +35,7 @@ class Batch:
 
     features: Tensor
     node_index: Tensor
-    channels: Tensor | None
-    buckets: Tensor | None
+    structure: Tensor
     key_padding_mask: Tensor
     labels: Tensor
     target_nodes: Tensor
@@ -97,12 +96,10 @@ class _Builder:
         torch.index_select(self._features, 0, torch.from_numpy(rows[:num_graph_rows]), out=features[:num_graph_rows])
         super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
         torch.index_select(self._super_features, 0, super_rows, out=features[num_graph_rows:])
-        bias = self.structure.build(regular, supers)
         return Batch(
             features=features,
             node_index=torch.from_numpy(node_index),
-            channels=bias if isinstance(self.structure, BiasChannels) else None,
-            buckets=bias if isinstance(self.structure, DistanceBuckets) else None,
+            structure=self.structure.build(regular, supers),
             key_padding_mask=torch.from_numpy(padding),
             labels=torch.from_numpy(labels),
             target_nodes=torch.from_numpy(np.ascontiguousarray(regular[:, : labels.shape[1]])),
@@ -243,12 +240,18 @@ def prepare(
     if global_tokens < 0:
         raise ValueError(f"expected global_tokens >= 0, got {global_tokens}")
     if batching == "ego":
-        num_parts = round(graph.num_nodes * super_ratio)
+        if not 0 < super_ratio <= 1:
+            raise ValueError(f"expected 0 < super_ratio <= 1, got {super_ratio}")
+        num_parts = max(1, round(graph.num_nodes * super_ratio))
     elif batching == "cluster":
-        num_parts = num_super - global_tokens
+        if num_super <= global_tokens:
+            raise ValueError(f"expected num_super > global_tokens, got {num_super} and {global_tokens}")
+        if cluster_size < 1:
+            raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
+        num_parts = min(num_super - global_tokens, graph.num_nodes)
     else:
         raise ValueError(f"expected batching 'ego' or 'cluster', got {batching!r}")
-    coarsening = coarsen(graph, max(1, min(num_parts, graph.num_nodes)))
+    coarsening = coarsen(graph, num_parts)
     structure: BiasChannels | DistanceBuckets
     if bias == "projected":
         structure = BiasChannels(graph, coarsening, num_powers=channels, global_tokens=global_tokens, scope=scope)
@@ -257,6 +260,8 @@ def prepare(
     else:
         raise ValueError(f"expected bias 'projected' or 'bucket', got {bias!r}")
     if batching == "ego":
-        return EgoBatches(graph, coarsening, personalized_pagerank(graph), structure, k=k, num_samples=num_samples)
+        # samples of one target differ only if there are clearly more candidates than k
+        neighbors = personalized_pagerank(graph, max_candidates=max(128, 4 * k))
+        return EgoBatches(graph, coarsening, neighbors, structure, k=k, num_samples=num_samples)
     clusters = partition(graph, -(-graph.num_nodes // cluster_size))
     return ClusterBatches(graph, coarsening, clusters, structure, sequence_nodes=sequence_nodes)

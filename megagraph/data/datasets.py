@@ -14,6 +14,7 @@ import scipy.sparse as sp
 import torch
 
 _PARTS = ("train", "val", "test")
+_CLASS_SIGNAL = 1.2  # synthetic class means: distance from the origin, in standard deviations of one feature
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +129,7 @@ class Graph:
             y = y[:, 0]
         if y.ndim != 1:
             raise ValueError(
-                f"expected one class per node, got y of shape {list(y.shape)}: multi-label is not supported"
+                f"expected one class per node, got multi-label y of shape {list(y.shape)}; take one column"
             )
         if not np.issubdtype(y.dtype, np.integer):
             raise ValueError(
@@ -286,7 +287,7 @@ def synthetic_graph(
     if num_classes < 2 or num_nodes < num_classes:
         raise ValueError(f"expected 2 <= num_classes <= num_nodes, got {num_classes} and {num_nodes}")
     rng = np.random.default_rng(seed)
-    labels = np.sort(rng.permutation(num_nodes) % num_classes)
+    labels = np.arange(num_nodes) * num_classes // num_nodes
     propensity = np.minimum((1 - rng.random(num_nodes)) ** (-1 / 1.5), np.sqrt(num_nodes))
     mass = np.concatenate([[0.0], np.cumsum(propensity)])
     class_mass = mass[np.searchsorted(labels, np.arange(num_classes + 1))]
@@ -304,10 +305,6 @@ def synthetic_graph(
 
     means = rng.standard_normal((num_classes, in_features)) * (_CLASS_SIGNAL / np.sqrt(in_features))
     features = means[labels] + rng.standard_normal((num_nodes, in_features))
-    shuffle = rng.permutation(num_nodes)  # node ids must not give the class away
-    return Graph._from_arrays(
-        "synthetic", features[np.argsort(shuffle)], shuffle[np.stack([row, col])], labels[np.argsort(shuffle)], None
-    )
-
-
-_CLASS_SIGNAL = 1.2  # distance of a class mean from the origin, in standard deviations of one feature
+    new_id = rng.permutation(num_nodes)  # node ids must not give the class away
+    old_id = np.argsort(new_id)
+    return Graph._from_arrays("synthetic", features[old_id], new_id[np.stack([row, col])], labels[old_id], None)

@@ -37,6 +37,11 @@ class Loader:
             raise ValueError(f"expected batch_size >= 1, got {batch_size}")
         if len(nodes) == 0:
             raise ValueError("expected node ids to load, got none; check the split")
+        if nodes.min() < 0 or nodes.max() >= builder.graph.num_nodes:
+            raise ValueError(
+                f"expected node ids in 0..{builder.graph.num_nodes - 1}, got {nodes.min()}..{nodes.max()}; "
+                "take the split of this graph"
+            )
         self._builder, self._nodes, self._batch_size = builder, nodes, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._sampler = _Items()
@@ -50,6 +55,11 @@ class Loader:
             # a generator of its own, or every epoch would draw from the model's random numbers
             generator=torch.Generator().manual_seed(seed),
         )
+
+    @property
+    def num_nodes(self) -> int:
+        """V, nodes of the whole graph."""
+        return self._builder.graph.num_nodes
 
     def epoch(self, epoch: int) -> DataLoader:
         """The batches of an epoch, with a length; iterate over them before asking for the next epoch."""

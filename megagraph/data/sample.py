@@ -32,8 +32,9 @@ def personalized_pagerank(
 
     Approximates rows of ANS-GT's matrix alpha (I - (1 - alpha) D^-1/2 (A + I) D^-1/2)^-1, D the degrees of
     A + I, by the push method (Andersen, Chung & Lang 2006): while a node's residual exceeds epsilon * degree,
-    a share alpha of it settles there and the rest moves on to the neighbours. All such nodes of a chunk of
-    sources push at once. A source costs O(1 / (alpha * epsilon)), whatever the size of the graph.
+    a share alpha of it settles there and the rest moves on to the neighbours; in the end the share alpha of
+    what is left settles too. All such nodes of a chunk of sources push at once. A source costs
+    O(1 / (alpha * epsilon)) plus its own degree, whatever the size of the graph.
 
     A weight is below the exact entry (i, j) by at most epsilon * sqrt(d_i d_j), and never above it.
 
@@ -69,20 +70,25 @@ def personalized_pagerank(
 def _push(sources: np.ndarray, walk: sp.csr_array, alpha: float, threshold: np.ndarray) -> sp.coo_array:
     """Random-walk PageRank of S sources, [S, V]; pushes until no residual is above its node's threshold [V]."""
     shape = (len(sources), len(threshold))
+    settled: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def settle(rows: np.ndarray, residual: sp.csr_array) -> None:
+        settled.append((np.repeat(rows, np.diff(residual.indptr)), residual.indices, alpha * residual.data))
+
     rows = np.arange(len(sources))
-    # a source pushes once whatever its threshold, so that a hub has candidates too
     pushed = sp.csr_array((np.ones(len(sources)), sources, np.arange(len(sources) + 1)), shape=shape)
     waiting = sp.csr_array(shape)
-    pushes = []
     while len(rows):
-        pushes.append((np.repeat(rows, np.diff(pushed.indptr)), pushed.indices, alpha * pushed.data))
+        settle(rows, pushed)
         residual = sp.csr_array(waiting + (1 - alpha) * (pushed @ walk))
         above = residual.data > threshold[residual.indices]
         waiting, pushed = _where(residual, ~above), _where(residual, above)
-        # rows never touch each other, so one that has nothing to push is finished
+        # rows never touch each other: one with nothing to push is finished. What waits there settles its share
+        # too, which keeps the bound; without it the neighbours of a hub, each below its threshold, would be lost
         active = np.diff(pushed.indptr) > 0
+        settle(rows[~active], waiting[~active])
         rows, waiting, pushed = rows[active], waiting[active], pushed[active]
-    row, col, value = (np.concatenate(arrays) for arrays in zip(*pushes, strict=True))
+    row, col, value = (np.concatenate(arrays) for arrays in zip(*settled, strict=True))
     return sp.csr_array((value, (row, col)), shape=shape).tocoo()
 
 

@@ -195,7 +195,7 @@ class BiasChannels:
         self, graph: Graph, coarsening: Coarsening, *, num_powers: int, global_tokens: int, scope: Scope = "auto"
     ) -> None:
         self.global_tokens = global_tokens
-        self.num_channels = num_powers + global_tokens
+        self.size = num_powers + global_tokens  # channels
         self.powers = AdjacencyPowers(normalized_adjacency(graph.adjacency), num_powers, scope)
         self.coarse_powers = AdjacencyPowers(coarsening.adjacency, num_powers, scope)
         self._super_of = np.append(coarsening.membership, -1)  # padding (-1) stays padding
@@ -206,7 +206,7 @@ class BiasChannels:
         tokens = n + supers.shape[1]
         size = tokens + self.global_tokens
         num_powers = self.powers.num_powers
-        channels = np.zeros((num_sequences, self.num_channels, size, size), np.float32)
+        channels = np.zeros((num_sequences, self.size, size, size), np.float32)
         channels[:, :num_powers, :n, :n] = self.powers(regular)
         coarse = self.coarse_powers(np.concatenate([self._super_of[regular], supers], axis=1), start=n)
         channels[:, :num_powers, n:tokens, :tokens] = coarse
@@ -235,8 +235,8 @@ class DistanceBuckets:
     """
 
     def __init__(self, graph: Graph, coarsening: Coarsening, *, max_distance: int, global_tokens: int) -> None:
-        self.num_buckets = num_buckets(max_distance)
-        if max_distance < 1 or self.num_buckets > PADDING:
+        self.size = num_buckets(max_distance)  # buckets
+        if max_distance < 1 or self.size > PADDING:
             raise ValueError(f"expected max_distance in 1..{(PADDING - 1) // 2 - 2}, got {max_distance}")
         if coarsening.num_parts > MAX_HOP_TABLE_NODES:
             raise ValueError(
@@ -254,7 +254,7 @@ class DistanceBuckets:
         num_sequences, n = regular.shape
         tokens = n + supers.shape[1]
         size = tokens + self.global_tokens
-        buckets = np.full((num_sequences, size, size), self.num_buckets - 1, np.uint8)
+        buckets = np.full((num_sequences, size, size), self.size - 1, np.uint8)
         buckets[:, :n, :n] = hop_distances(self._induced(regular), self.max_distance)
         coarse = np.concatenate([self._super_of[regular], supers], axis=1)
         hops = self._coarse_hops[supers[:, :, None], coarse[:, None, :]] + np.uint8(self.max_distance + 2)

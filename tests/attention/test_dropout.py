@@ -1,0 +1,81 @@
+"""The counter-based dropout: its bits are part of the interface."""
+
+from __future__ import annotations
+
+import torch
+
+from megagraph.attention.dropout import dropout_keys, hidden_dropout, keep_mask, mix32, mix_key, row_keys
+
+
+def murmur3_finaliser(x: int) -> int:
+    """Written once more, in Python's integers."""
+    x ^= x >> 16
+    x = x * 0x85EBCA6B % 2**32
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def as_unsigned(x: torch.Tensor) -> list[int]:
+    return [value % 2**32 for value in x.tolist()]
+
+
+def test_golden_vectors():
+    # MurmurHash3's fmix32, values that any other implementation gives too
+    golden = {0: 0, 1: 0x514E28B7, 2: 0x30F4C306, 0xDEADBEEF: 0x0DE5C6A9, 0xFFFFFFFF: 0x81F16F39}
+    assert {x: murmur3_finaliser(x) for x in golden} == golden
+    signed = [x - 2**32 if x >= 2**31 else x for x in golden]
+    assert as_unsigned(mix32(torch.tensor(signed, dtype=torch.int32))) == list(golden.values())
+
+
+def test_keys_and_masks_equal_python_integers():
+    def fold(*values):
+        key = 0
+        for value in values:
+            key = murmur3_finaliser((key ^ value) % 2**32)
+        return key
+
+    seed, step, layer, site, p = 2**31 + 7, 3, 5, 1, 0.3
+    key = mix_key(dropout_keys(seed, step, torch.tensor([0, 9])), layer, site)
+    assert as_unsigned(key) == [fold(seed, step, sequence, layer, site) for sequence in (0, 9)]
+    rows, columns = torch.tensor([4, 0, 70_000]), torch.tensor([1, 2**20, 3])
+    got = keep_mask(row_keys(key, 2, rows), columns, p)
+    for b in range(2):
+        for h in range(2):
+            for i, row in enumerate(rows.tolist()):
+                row_key = murmur3_finaliser(murmur3_finaliser(as_unsigned(key)[b] ^ h) ^ row)
+                for j, column in enumerate(columns.tolist()):
+                    hashed = murmur3_finaliser(row_key ^ column * 0x9E3779B9 % 2**32)
+                    assert got[b, h, i, j] == (hashed >= int(p * 2**32))
+
+
+def test_the_mask_is_random_enough():
+    """Rate, and no correlation between neighbouring rows, columns, heads, sequences, steps or sites."""
+    rows = columns = torch.arange(512)
+    p = 0.4
+
+    def mask(step, site):
+        key = mix_key(dropout_keys(1, step, torch.arange(2)), 0, site)
+        return keep_mask(row_keys(key, 2, rows), columns, p).double() - (1 - p)
+
+    first = mask(0, 0)
+    noise = 5 * (p * (1 - p)) / 512  # five standard deviations of the mean of 512**2 products
+    assert abs(first.mean()) < 5 * (p * (1 - p)) ** 0.5 / 1024
+    shifted = (first.roll(1, 2), first.roll(1, 3), first.flip(1), first.flip(0), mask(1, 0), mask(0, 1))
+    for other in shifted:
+        assert abs((first * other).mean()) < noise
+
+
+def test_hidden_dropout_keeps_only_the_key():
+    x = torch.randn(3, 50, 40, dtype=torch.float64, requires_grad=True)
+    key = dropout_keys(0, 0, torch.arange(3))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = hidden_dropout(x, 0.25, key)
+    assert [t.data_ptr() for t in saved] == [key.data_ptr()]
+    dropped = out == 0
+    assert abs(dropped.double().mean() - 0.25) < 0.03
+    torch.testing.assert_close(out[~dropped], x[~dropped] / 0.75)
+    (d_x,) = torch.autograd.grad(out, x, torch.ones_like(x))
+    torch.testing.assert_close(d_x, (~dropped).double() / 0.75)
+    assert hidden_dropout(x, 0.25, None) is x

@@ -1,0 +1,273 @@
+"""``biased_attention``: values, gradients, registration, memory, errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import megagraph as mg
+from megagraph.attention import blocked
+from megagraph.attention.operator import _attention
+from tests.problems import DEVICE, EXACT, FORMS, assert_matches, expected, make_problem, to, with_learned
+
+IMPLS = ("triton", "blocked")
+HEAD_DIMS = (4, 5, 8, 16, 40, 64)
+SIZES = ((1, 17), (17, 33), (33, 50), (50, 1), (63, 129))
+CASES = [
+    (impl, form, D, *SIZES[i % len(SIZES)], i % 3 != 0, i % 2 == 0, 0.3 * (i // 2 % 2))
+    for impl in IMPLS
+    for i, (D, form) in enumerate(itertools.product(HEAD_DIMS, FORMS))
+    if impl == "blocked" or i % 4 == i // 4 % 4  # one form per head dim: tests/kernels has the rest
+]
+
+
+def run(problem, impl):
+    """out, lse and gradients by one implementation."""
+
+    def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
+        return mg.biased_attention(
+            q, k, v, bias, key_padding_mask=padding, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key,
+            return_lse=True, impl=impl,
+        )  # fmt: skip
+
+    return expected(problem, attend)
+
+
+@pytest.mark.parametrize(("impl", "form", "D", "M", "N", "masked", "padded", "dropout_p"), CASES)
+def test_values_and_gradients(impl, form, D, M, N, masked, padded, dropout_p):
+    problem = make_problem(form, M, N, D, masked=masked, padded=padded, dropout_p=dropout_p)
+    assert_matches(run(problem, impl), problem)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_fp32_is_as_good_as_eager(form, impl):
+    problem = make_problem(form, 33, 50, 8, dtype=torch.float32, dropout_p=0.2)
+    assert_matches(run(problem, impl), problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_blocked_in_half_precision(form, dtype):
+    problem = make_problem(form, 33, 50, 16, dtype=dtype, dropout_p=0.2)
+    assert_matches(run(problem, "blocked"), problem)
+
+
+@pytest.mark.parametrize("tile_elements", [1, 64, 700])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("planes", [(3, 2), (1, 2), (1, 1)], ids=str)
+def test_blocked_is_the_same_in_any_tile(form, planes, tile_elements, monkeypatch):
+    if form != "dense":
+        planes = (planes[0], 2)
+    problem = make_problem(form, 9, 11, 5, B=3, dropout_p=0.3, planes=planes, masked=planes[0] == 3)
+    monkeypatch.setattr(blocked, "TILE_ELEMENTS", tile_elements)
+    assert_matches(run(problem, "blocked"), problem)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reference_is_the_formula(form):
+    """Against sums written out by hand, one query at a time."""
+    problem = make_problem(form, 7, 9, 5)
+    got = expected(problem)["out"]
+    bias = torch.zeros(2, 2, 7, 9, dtype=EXACT) if problem.bias is None else problem.bias.materialize().cpu()
+    q, k, v = (x.tolist() for x in (problem.q, problem.k, problem.v))
+    for b, h, i in itertools.product(range(2), range(2), range(7)):
+        weights = []
+        for j in range(9):
+            visible = not problem.padding[b, j]
+            s = sum(x * y for x, y in zip(q[b][h][i], k[b][h][j], strict=True)) / math.sqrt(5) + bias[b, h, i, j].item()
+            weights.append(math.exp(s) if visible else 0.0)
+        total = sum(weights) or 1.0
+        want = [sum(w * v[b][h][j][d] for j, w in enumerate(weights)) / total for d in range(5)]
+        torch.testing.assert_close(got[b, h, i].cpu(), torch.tensor(want, dtype=EXACT), rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(form):
+    problem = to(make_problem(form, 4, 5, 3, B=1, masked=False, dropout_p=0.3), "cpu", torch.float64)
+
+    def attend(q, k, v, *learned):
+        bias = with_learned(problem.bias, *learned) if learned else None
+        key = problem.dropout_key
+        return mg.biased_attention(q, k, v, bias, dropout_p=0.3, dropout_key=key, return_lse=True, impl="blocked")
+
+    assert torch.autograd.gradcheck(attend, [x.requires_grad_() for x in problem.inputs])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck(form):
+    problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
+    q, k, v, *learned = (x.requires_grad_() for x in problem.inputs)
+    data, mask = (None, None) if problem.bias is None else (problem.bias.data, problem.bias.mask)
+    arguments = (q, k, v, data, *(learned or [None]), mask, problem.padding, problem.dropout_key, form, 0.5, 0.3)
+    for impl in IMPLS:
+        torch.library.opcheck(_attention, (*arguments, impl))
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+@pytest.mark.parametrize("form", FORMS)
+def test_compiles(form):
+    problem = make_problem(form, 9, 11, 8, dtype=torch.float32, dropout_p=0.3)
+
+    def attend(*arguments):
+        return run_fullgraph(*arguments)
+
+    @torch.compile(fullgraph=True)
+    def run_fullgraph(q, k, v, bias, padding, scale, dropout_p, dropout_key):
+        return mg.biased_attention(
+            q, k, v, bias, key_padding_mask=padding, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key,
+            return_lse=True,
+        )  # fmt: skip
+
+    assert_matches(expected(problem, attend), problem)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_float_tensor_is_the_mask_of_sdpa(impl):
+    problem = make_problem("none", 9, 11, 8, dtype=torch.float32, masked=False, padded=False)
+    for mask in (torch.randn(9, 11), torch.randn(2, 1, 9, 11)):
+        mask = mask.to(DEVICE)
+        got = mg.biased_attention(problem.q, problem.k, problem.v, mask, impl=impl)
+        want = torch.nn.functional.scaled_dot_product_attention(problem.q, problem.k, problem.v, attn_mask=mask)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "reference"])
+def test_no_rows_and_no_keys(impl):
+    q, k = (torch.randn(2, 2, n, 4, dtype=EXACT, device=DEVICE, requires_grad=True) for n in (0, 3))
+    out = mg.biased_attention(q, k, k, impl=impl)
+    assert out.shape == (2, 2, 0, 4)
+    out.sum().backward()
+    assert torch.equal(k.grad, torch.zeros_like(k))
+    if impl != "reference":
+        out, lse = mg.biased_attention(k, q, q, impl=impl, return_lse=True)
+        assert torch.equal(out, torch.zeros_like(k))
+        assert (lse == -torch.inf).all()
+
+
+def test_a_large_bias_does_not_overflow():
+    problem = make_problem("dense", 9, 11, 8, masked=False, padded=False)
+    problem.bias.values[:, :, 2] += 1e4
+    problem.bias.values[:, :, 3, 4] = 1e6
+    for impl in IMPLS:
+        assert_matches(run(problem, impl), problem)
+
+
+# Memory: nothing of size [H, M, N], a fixed budget of score temporaries, only the inputs kept for backward.
+
+
+def score_bytes_seen(impl, B, H, N, form="bucket"):
+    """(largest allocation, peak above the start, bytes of outputs and gradients) of one forward and backward."""
+    problem = make_problem(form, N, N, 8, B=B, H=H, dtype=torch.float32, masked=False, padded=True, dropout_p=0.1)
+    inputs = [x.requires_grad_() for x in problem.inputs]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        out = mg.biased_attention(
+            *inputs[:3], problem.bias, key_padding_mask=problem.padding, dropout_p=0.1,
+            dropout_key=problem.dropout_key, impl=impl,
+        )  # fmt: skip
+        torch.autograd.grad(out, inputs, problem.d_out)
+    changes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert changes, "the profiler saw no allocation"
+    expected_bytes = 4 * sum(x.nbytes for x in inputs) + 2 * out.nbytes
+    return max(changes), max(itertools.accumulate(changes)), expected_bytes
+
+
+SHAPES = [(1, 2, 1024), (2, 8, 512), (64, 8, 64), (1, 1, 2048)]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts allocations on the CPU")
+@pytest.mark.parametrize("form", ["bucket", "projected", "none"])
+@pytest.mark.parametrize(("B", "H", "N"), SHAPES)
+def test_blocked_keeps_to_its_budget(B, H, N, form):
+    tile_bytes = 8 * blocked.TILE_ELEMENTS  # int64 at the widest
+    largest, peak, result_bytes = score_bytes_seen("blocked", B, H, N, form)
+    assert largest <= max(tile_bytes, result_bytes)
+    assert peak <= 4 * tile_bytes + result_bytes
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts allocations on the CPU")
+@pytest.mark.parametrize(("impl", "dense"), [("blocked", False), ("triton", False), ("reference", True)])
+def test_only_the_reference_holds_all_scores(impl, dense, monkeypatch):
+    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 1 << 12)
+    B, H, N = 1, 4, 96
+    largest, _, _ = score_bytes_seen(impl, B, H, N)
+    assert (largest >= B * H * N * N * 4) == dense
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_saved_for_backward_are_the_inputs_and_the_result(form, impl):
+    problem = make_problem(form, 9, 11, 8, dtype=torch.float32, dropout_p=0.3)
+    saved = []
+    inputs = [x.requires_grad_() for x in problem.inputs]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out, lse = mg.biased_attention(
+            *inputs[:3], problem.bias, key_padding_mask=problem.padding, dropout_p=0.3,
+            dropout_key=problem.dropout_key, return_lse=True, impl=impl,
+        )  # fmt: skip
+    allowed = [*inputs, out, lse, problem.padding, problem.dropout_key]
+    allowed += [] if problem.bias is None else [problem.bias.data, problem.bias.mask]
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in allowed if x is not None}
+
+
+# Errors: one table.
+
+
+def bad(**changes):
+    """The arguments of a small valid call, changed."""
+    q = torch.zeros(2, 2, 3, 4)
+    valid = dict(q=q, k=torch.zeros(2, 2, 5, 4), v=torch.zeros(2, 2, 5, 4), bias=None)
+    return valid | changes
+
+
+INDEX, CHANNELS = torch.zeros(2, 3, 5, dtype=torch.uint8), torch.zeros(2, 2, 3, 5)
+BAD_INPUTS = {
+    "q of three dimensions": (lambda: bad(q=torch.zeros(2, 3, 4)), r"q must have shape \[B, H, M, D\], got \(2, 3, 4\)"),
+    "integer q": (lambda: bad(q=torch.zeros(2, 2, 3, 4, dtype=torch.int64)), "q must be floating point, got torch.int64"),
+    "head dim": (lambda: bad(q=torch.zeros(2, 2, 3, 300)), "head dim D must be 1 to 256, got 300"),
+    "k of another batch": (lambda: bad(k=torch.zeros(1, 2, 5, 4)), r"k must have shape .*got \(1, 2, 5, 4\)"),
+    "v shorter than k": (lambda: bad(v=torch.zeros(2, 2, 4, 4)), r"v must have shape .*\[2, 2, 5, 4\], got \(2, 2, 4, 4\)"),
+    "v of another dtype": (lambda: bad(v=torch.zeros(2, 2, 5, 4).double()), "v must have the dtype of q, torch.float32"),
+    "v on another device": (lambda: bad(v=torch.zeros(2, 2, 5, 4, device="meta")), "v must be on the device of q, cpu, got meta"),
+    "boolean mask": (lambda: bad(bias=torch.zeros(3, 5, dtype=torch.bool)), "True means 'attend' to F.scaled_dot_product_attention and 'ignore' to nn.MultiheadAttention"),
+    "integer bias": (lambda: bad(bias=torch.zeros(3, 5, dtype=torch.int64)), "must be floating point, got torch.int64"),
+    "bias of five dimensions": (lambda: bad(bias=torch.zeros(1, 1, 1, 3, 5)), r"must have shape \[B or 1, H or 1, M, N\], got \(1, 1, 1, 3, 5\)"),
+    "a list as bias": (lambda: bad(bias=[0.0]), "bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got list"),
+    "bias rows": (lambda: bad(bias=torch.zeros(4, 5)), r"\[2 or 1, 2 or 1, 3, 5\], got \[1, 1, 4, 5\]"),
+    "bias heads": (lambda: bad(bias=torch.zeros(1, 3, 3, 5)), r"2 or 1, 3, 5\], got \[1, 3, 3, 5\]"),
+    "table heads": (lambda: bad(bias=mg.BucketBias(INDEX, torch.zeros(1, 4))), r"\[2 or 1, 2, 3, 5\], got \[2, 1, 3, 5\]"),
+    "index dtype": (lambda: bad(bias=mg.BucketBias(INDEX.int(), torch.zeros(2, 4))), "index must be torch.uint8, got torch.int32"),
+    "index dimensions": (lambda: bad(bias=mg.BucketBias(INDEX[0], torch.zeros(2, 4))), r"index must have shape \[B or 1, M, N\], got \(3, 5\)"),
+    "empty table": (lambda: bad(bias=mg.BucketBias(INDEX, torch.zeros(2, 0))), "1 to 255 buckets"),
+    "bucket out of the table": (lambda: bad(bias=mg.BucketBias(INDEX + 4, torch.zeros(2, 4))), "must be below the table's 4 buckets, or 255 for a masked pair; got 4"),
+    "weight channels": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 3))), r"with C = 2 .*got \(2, 3\)"),
+    "too many channels": (lambda: bad(bias=mg.ProjectedBias(torch.zeros(1, 17, 3, 5), torch.zeros(2, 17))), "1 to 16"),
+    "non-finite channels": (lambda: bad(bias=mg.ProjectedBias(CHANNELS / 0, torch.zeros(2, 2))), "channels must be finite"),
+    "mask dtype": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), INDEX)), "mask must be torch.bool"),
+    "mask shape": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), torch.zeros(2, 5, 3, dtype=torch.bool))), r"mask must have shape \[2 or 1, 3, 5\], got \(2, 5, 3\)"),
+    "padding of queries": (lambda: bad(key_padding_mask=torch.zeros(2, 3, dtype=torch.bool)), r"key_padding_mask must be torch.bool \[B, N\] = \[2, 5\]"),
+    "float padding": (lambda: bad(key_padding_mask=torch.zeros(2, 5)), "got torch.float32"),
+    "probability": (lambda: bad(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
+    "no key": (lambda: bad(dropout_p=0.5), r"needs dropout_key, torch.int32 \[B\] = \[2\], got None"),
+    "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
+    "impl": (lambda: bad(impl="cudnn"), "impl must be 'triton', 'blocked', 'reference' or None, got 'cudnn'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input(case):
+    arguments, message = BAD_INPUTS[case]
+    with pytest.raises(ValueError, match=message):
+        mg.biased_attention(**arguments())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs a machine without CUDA")
+def test_triton_on_a_cpu_names_every_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    q = torch.zeros(1, 1, 2, 4, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"(?s)q is on cpu.*q is torch.float64"):
+        mg.biased_attention(q, q, q, impl="triton")

@@ -1,0 +1,184 @@
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, prepare
+from megagraph.data.datasets import random_split, synthetic_graph
+from megagraph.data.loader import Loader
+from tests.data.graphs import make_graph
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """Some isolated nodes, so that ego sequences have padding."""
+    return synthetic_graph(num_nodes=400, average_degree=3, seed=0)
+
+
+@pytest.fixture(scope="module", params=["projected", "bucket"])
+def ego(request, graph):
+    return prepare(graph, bias=request.param, k=6, num_samples=3, global_tokens=2, channels=4, max_distance=3)
+
+
+@pytest.fixture(scope="module", params=["projected", "bucket"])
+def cluster(request, graph):
+    return prepare(
+        graph, batching="cluster", bias=request.param, sequence_nodes=128, cluster_size=30, num_super=10, channels=4
+    )
+
+
+def form_of(batch):
+    return "bucket" if batch.structure.ndim == 3 else "projected"
+
+
+def check_shapes(batch, B, N, T, G, bias):
+    assert (batch.batch_size, batch.num_nodes, batch.num_regular + batch.num_super) == (B, N, N)
+    assert batch.node_index.shape == (B, N - G) and batch.node_index.max() < len(batch.features)
+    assert batch.labels.shape == batch.target_nodes.shape == (B, T)
+    assert batch.sequence_ids.tolist() == list(range(B))
+    if bias == "projected":
+        assert batch.structure.shape == (B, 4 + G, N, N) and batch.structure.dtype == torch.float32
+    else:
+        assert batch.structure.shape == (B, N, N) and batch.structure.dtype == torch.uint8
+        masked = batch.key_padding_mask[:, :, None] | batch.key_padding_mask[:, None]
+        assert ((batch.structure == 255) == masked).all()
+    assert not batch.key_padding_mask[:, batch.num_regular :].any()
+
+
+def test_ego_batch(graph, ego):
+    targets = np.array([5, 0, 399])
+    mask = np.arange(400) != 0
+    batch = ego.build(targets, mask, np.random.default_rng(0))
+    bias = form_of(batch)
+    check_shapes(batch, B=9, N=10, T=1, G=2, bias=bias)
+    assert ego.sequence_nodes == 10 and (batch.num_regular, batch.num_super) == (7, 3)
+    assert batch.target_nodes[:, 0].tolist() == np.repeat(targets, 3).tolist()
+    labels = graph.labels[targets] * mask[targets] - ~mask[targets]
+    assert batch.labels[:, 0].tolist() == np.repeat(labels, 3).tolist()
+    assert batch.num_targets == 6
+    rows = batch.features[batch.node_index].numpy()
+    np.testing.assert_array_equal(rows[:, 0], graph.features[np.repeat(targets, 3)])
+    supers = ego.coarsening.membership[np.repeat(targets, 3)]
+    np.testing.assert_array_equal(rows[:, -1], ego.coarsening.features[supers])
+    assert len(np.unique(batch.features.numpy(), axis=0)) == len(batch.features)
+
+
+def test_a_target_without_neighbours_is_padded(graph, ego):
+    isolated = np.flatnonzero(np.diff(graph.indptr) == 0)[:1]
+    batch = ego.build(isolated, np.ones(400, bool), np.random.default_rng(0))
+    assert batch.key_padding_mask.tolist() == [[False] + 6 * [True] + 3 * [False]] * 3
+    assert (batch.node_index[:, 1:7] == 0).all()
+    if form_of(batch) == "projected":
+        assert not batch.structure[:, :, 1:7].any() and not batch.structure[:, :, :, 1:7].any()
+
+
+def test_ego_plan_covers_the_nodes(ego):
+    nodes = np.arange(0, 400, 3)
+    assert np.concatenate(ego.plan(nodes, 32, None)).tolist() == nodes.tolist()
+    shuffled = np.concatenate(ego.plan(nodes, 32, np.random.default_rng(0)))
+    assert shuffled.tolist() != nodes.tolist() and sorted(shuffled) == nodes.tolist()
+
+
+def test_every_node_is_in_one_sequence_of_an_epoch(graph, cluster):
+    nodes = np.flatnonzero(graph.labels == 2)
+    orders = []
+    for epoch in (0, 1):
+        batches = list(Loader(cluster, nodes, batch_size=2, seed=0, shuffle=True).epoch(epoch))
+        for batch in batches:
+            bias = form_of(batch)
+            check_shapes(batch, B=batch.batch_size, N=138, T=128, G=1, bias=bias)
+            assert (batch.key_padding_mask[:, :128] == (batch.target_nodes < 0)).all()
+            counted = batch.target_nodes[batch.labels >= 0]
+            assert set(counted.tolist()) <= set(nodes.tolist())
+            real = ~batch.key_padding_mask[:, :137]
+            ids = torch.cat([batch.target_nodes, torch.arange(9).expand(batch.batch_size, 9) + 400], dim=1)
+            every = np.concatenate([graph.features, cluster.coarsening.features])
+            np.testing.assert_array_equal(batch.features[batch.node_index][real].numpy(), every[ids[real]])
+        ids = torch.cat([batch.target_nodes.flatten() for batch in batches])
+        assert sorted(ids[ids >= 0].tolist()) == list(range(400))
+        assert sum(batch.num_targets for batch in batches) == len(nodes)
+        orders.append(ids.tolist())
+    assert orders[0] != orders[1]
+
+
+def test_whole_clusters_are_packed_and_long_ones_cut(graph):
+    builder = prepare(graph, batching="cluster", sequence_nodes=128, cluster_size=200, num_super=4)
+    (sequences,) = builder.plan(np.arange(400), 100, None)
+    assert sequences.shape[1] == 128 and sorted(sequences[sequences >= 0]) == list(range(400))
+    small = prepare(graph, batching="cluster", sequence_nodes=1024, num_super=4)
+    assert small.num_regular == 400 and small.sequence_nodes == 404
+    (sequences,) = small.plan(np.arange(400), 100, None)
+    assert sorted(sequences[0]) == list(range(400))
+
+
+def test_to_and_slots_keep_every_field(ego):
+    batch = ego.build(np.array([1]), np.ones(400, bool), np.random.default_rng(0))
+    moved = batch.to("meta", non_blocking=True)
+    for field in fields(Batch):
+        before, after = getattr(batch, field.name), getattr(moved, field.name)
+        assert after.is_meta and after.shape == before.shape if isinstance(before, torch.Tensor) else after == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batching", ["ego", "cluster"])
+def test_batches_depend_on_seed_and_epoch_only(graph, batching, num_workers):
+    builder = prepare(graph, batching=batching, k=4, num_samples=2, sequence_nodes=128, num_super=8)
+    train = random_split(graph.labels, 0).train
+
+    batch_size = 64 if batching == "ego" else 1
+
+    def digest(seed, epoch, num_workers=0):
+        loader = Loader(builder, train, batch_size=batch_size, seed=seed, shuffle=True, num_workers=num_workers)
+        if num_workers:
+            list(loader.epoch(epoch + 1))  # workers that have served another epoch
+        batches = list(loader.epoch(epoch))
+        assert len(loader.epoch(epoch)) == len(batches)
+        return [(b.target_nodes.tolist(), b.node_index.tolist(), float(b.features.sum())) for b in batches]
+
+    before = torch.get_rng_state()
+    expected = digest(0, 1)
+    assert digest(0, 1, num_workers) == expected
+    assert digest(1, 1) != expected and digest(0, 2) != expected
+    assert (torch.get_rng_state() == before).all()
+
+
+def test_evaluation_keeps_the_order_of_nodes(graph):
+    loader = Loader(prepare(graph, num_samples=1), np.array([9, 3, 5]), batch_size=2, seed=0, shuffle=False)
+    assert [batch.target_nodes[:, 0].tolist() for batch in loader.epoch(0)] == [[9, 3], [5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batching": "random"}, "expected batching 'ego' or 'cluster', got 'random'"),
+        ({"bias": "dense"}, "expected bias 'projected' or 'bucket', got 'dense'"),
+        ({"global_tokens": -1}, "expected global_tokens >= 0, got -1"),
+        ({"k": 0}, "expected k and num_samples of at least 1, got 0 and 8"),
+        ({"super_ratio": 0.0}, r"expected 0 < super_ratio <= 1, got 0\.0"),
+        ({"batching": "cluster", "sequence_nodes": 100}, "expected sequence_nodes to be a multiple of 128, got 100"),
+        ({"batching": "cluster", "cluster_size": 0}, "expected cluster_size >= 1, got 0"),
+        ({"batching": "cluster", "num_super": 1}, "expected num_super > global_tokens, got 1 and 1"),
+    ],
+)
+def test_prepare_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(make_graph(20, [(i, i + 1) for i in range(19)]), **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "expected batch_size >= 1, got 0"),
+        ({"nodes": np.array([], np.int64)}, "expected node ids to load, got none; check the split"),
+        ({"nodes": np.array([0, 400])}, r"expected node ids in 0\.\.399, got 0\.\.400"),
+    ],
+)
+def test_loader_refuses(graph, changes, message):
+    options = {"nodes": np.arange(3), "batch_size": 2, "seed": 0, "shuffle": True} | changes
+    with pytest.raises(ValueError, match=message):
+        Loader(prepare(graph, num_samples=1), **options)
+
+
+def test_both_kinds_are_what_prepare_returns(ego, cluster):
+    assert isinstance(ego, EgoBatches) and isinstance(cluster, ClusterBatches)

@@ -1,0 +1,197 @@
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from megagraph.data.datasets import Graph, Split, load_graph, random_split, synthetic_graph
+from tests.data.graphs import make_graph, random_graphs
+
+# importing torch_geometric scripts a function of its own
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning")
+
+
+def data(**changes):
+    values = {
+        "x": torch.ones(4, 2),
+        "edge_index": torch.tensor([[0, 1, 2, 2, 0], [1, 0, 1, 2, 1]]),
+        "y": torch.tensor([0, 1, 2, -1]),
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def test_from_data_makes_edges_undirected_and_unique():
+    graph = Graph.from_data(data())
+    assert graph.indptr.tolist() == [0, 1, 3, 4, 4]
+    assert graph.indices.tolist() == [1, 0, 2, 1]
+    assert (graph.num_nodes, graph.num_edges, graph.in_features, graph.num_classes) == (4, 4, 2, 3)
+    assert graph.indptr.dtype == np.int64 and graph.indices.dtype == np.int32
+    assert graph.features.dtype == np.float32 and graph.labels.dtype == np.int64
+    assert graph.split is None
+
+
+@given(random_graphs())
+def test_adjacency_is_symmetric_sorted_and_without_loops(graph):
+    dense = graph.adjacency.toarray()
+    assert (dense == dense.T).all() and set(np.unique(dense)) <= {0, 1} and not dense.diagonal().any()
+    for start, stop in zip(graph.indptr, graph.indptr[1:], strict=False):
+        assert (np.diff(graph.indices[start:stop]) > 0).all()
+
+
+def test_masks_become_the_split_and_columns_of_labels_are_squeezed():
+    masks = {f"{part}_mask": torch.arange(4) == i for i, part in enumerate(("train", "val", "test"))}
+    masks["test_mask"] = torch.stack([masks["test_mask"], torch.ones(4, dtype=torch.bool)], dim=1)
+    graph = Graph.from_data(data(y=torch.tensor([[0], [1], [1], [0]]), **masks))
+    assert [part.tolist() for part in (graph.split.train, graph.split.val, graph.split.test)] == [[0], [1], [2]]
+    assert graph.labels.tolist() == [0, 1, 1, 0]
+
+
+def test_from_data_takes_a_pyg_data():
+    from torch_geometric.data import Data
+
+    assert Graph.from_data(Data(**vars(data())), "mine").name == "mine"
+    with pytest.raises(ValueError, match=r"expected data\.y to be a tensor, got NoneType"):
+        Graph.from_data(Data(x=torch.ones(2, 1), edge_index=torch.zeros(2, 1, dtype=torch.long)))
+
+
+NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": None}, "expected data.x to be a tensor, got NoneType"),
+        ({"y": None}, "expected data.y to be a tensor, got NoneType"),
+        ({"edge_index": None}, "expected data.edge_index to be a tensor, got NoneType"),
+        ({"x": torch.ones(0, 2), "y": torch.ones(0).long(), "edge_index": torch.ones(2, 0).long()}, "empty graph"),
+        ({"edge_index": torch.ones(2, 3).long()}, "expected a graph with edges, got none"),
+        ({"edge_index": torch.tensor([[0, 1], [1, 4]])}, "expected edge_index in 0..3, got 0..4"),
+        ({"edge_index": torch.tensor([[0, -1], [1, 2]])}, "expected edge_index in 0..3, got -1..2"),
+        ({"edge_index": torch.ones(3, 2).long()}, "expected an integer edge_index of shape [2, E]"),
+        ({"edge_index": torch.ones(2, 2)}, "expected an integer edge_index of shape [2, E], got float32"),
+        ({"x": torch.ones(4)}, "expected x of shape [V, d_in], got [4]"),
+        ({"x": torch.ones(5, 2)}, "expected labels of shape [5], got [4]"),
+        ({"x": NAN_ROW}, "expected finite features, got NaN or inf first in row 1"),
+        ({"y": torch.ones(4, 3).long()}, "got multi-label y of shape [4, 3]"),
+        ({"y": torch.ones(4)}, "expected integer labels, got float32"),
+        ({"y": torch.tensor([0, 1, -2, 1])}, "expected labels in 0..1, or -1 for unlabelled, got -2..1"),
+        ({"y": -torch.ones(4).long()}, "expected labelled nodes, got -1 everywhere"),
+        (
+            {f"{part}_mask": torch.ones(5, dtype=torch.bool) for part in ("train", "val", "test")},
+            "expected the train part of the split in 0..3, got 0..4",
+        ),
+    ],
+)
+def test_bad_data_is_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Graph.from_data(data(**changes))
+
+
+def test_graph_refuses_labels_and_features_that_do_not_fit():
+    graph = make_graph(4, [(0, 1)])
+    fields = {"name": "g", "indptr": graph.indptr, "indices": graph.indices}
+    with pytest.raises(ValueError, match=r"expected labels in 0\.\.1, .* got 0\.\.2"):
+        Graph(**fields, features=graph.features, labels=graph.labels, num_classes=2)
+    with pytest.raises(ValueError, match=r"expected features of shape \[4, d_in\], got \[3, 4\]"):
+        Graph(**fields, features=graph.features[:3], labels=graph.labels, num_classes=3)
+
+
+def test_split_partitions_the_labelled_nodes():
+    labels = np.arange(100) % 4 - 1
+    split = random_split(labels, seed=3)
+    parts = (split.train, split.val, split.test)
+    assert [len(part) for part in parts] == [45, 15, 15]
+    assert sorted(np.concatenate(parts)) == np.flatnonzero(labels >= 0).tolist()
+    assert all((np.diff(part) > 0).all() for part in parts)
+    assert (random_split(labels, seed=3).train == split.train).all()
+    assert not np.array_equal(random_split(labels, seed=4).train, split.train)
+
+
+@pytest.mark.parametrize(("train", "val"), [(0.0, 0.5), (0.5, -0.1), (0.9, 0.2)])
+def test_split_refuses_fractions(train, val):
+    with pytest.raises(ValueError, match="expected fractions"):
+        random_split(np.zeros(10, np.int64), 0, train=train, val=val)
+
+
+def test_synthetic_graph_needs_its_edges():
+    """Class means of a node and its neighbours tell more than those of the node alone."""
+    graph = synthetic_graph(seed=1)
+    degree = np.diff(graph.indptr)
+    row = np.repeat(np.arange(graph.num_nodes), degree)
+    assert 0.7 < (graph.labels[row] == graph.labels[graph.indices]).mean() < 0.9
+    assert 6 < degree.mean() < 9 and degree.max() > 5 * degree.mean()
+    again = synthetic_graph(seed=1)
+    assert (again.indices == graph.indices).all() and (again.features == graph.features).all()
+
+    def nearest_mean_accuracy(features):
+        split = random_split(graph.labels, seed=0)
+        train, test = split.train, split.test
+        means = np.stack([features[train][graph.labels[train] == c].mean(axis=0) for c in range(6)])
+        guess = ((features[test, None] - means) ** 2).sum(axis=-1).argmin(axis=1)
+        return (guess == graph.labels[test]).mean()
+
+    alone = nearest_mean_accuracy(graph.features)
+    together = nearest_mean_accuracy(graph.adjacency @ (graph.adjacency @ graph.features) / (degree + 1)[:, None])
+    assert alone < 0.6 and together > alone + 0.15
+
+
+@pytest.mark.parametrize("sizes", [{"num_classes": 1}, {"num_nodes": 3}])
+def test_synthetic_graph_refuses_sizes(sizes):
+    with pytest.raises(ValueError, match="expected 2 <= num_classes <= num_nodes"):
+        synthetic_graph(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        ("citseer", ValueError, "expected one of synthetic, citeseer, .*, got 'citseer'"),
+        ("citeseer", ValueError, "expected a folder for citeseer, got none; name it with --root"),
+        ("nowhere/to/be/found.npz", FileNotFoundError, "nowhere/to/be/found.npz"),
+    ],
+)
+def test_load_graph_refuses(dataset, error, message):
+    with pytest.raises(error, match=message):
+        load_graph(dataset, None)
+
+
+def test_load_graph_names_the_keys_an_npz_lacks(tmp_path):
+    np.savez(tmp_path / "bad.npz", labels=np.zeros(3))
+    with pytest.raises(ValueError, match=r"expected .*bad\.npz to hold adj_data, .* attr_data"):
+        load_graph(str(tmp_path / "bad.npz"), None)
+
+
+def test_a_failed_download_names_the_files(tmp_path, monkeypatch):
+    from torch_geometric.datasets import Planetoid
+
+    def download(self):
+        raise TimeoutError("no network")
+
+    monkeypatch.setattr(Planetoid, "download", download)
+    with pytest.raises(OSError, match=r"could not read or download cora: no network.*Cora/raw/ind\.cora\.x") as info:
+        load_graph("cora", tmp_path)
+    assert isinstance(info.value.__cause__, TimeoutError)
+
+
+def test_ogb_is_asked_for_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ogb", None)
+    with pytest.raises(ImportError, match=r"pip install 'megagraph\[ogb\]'"):
+        load_graph("ogbn-arxiv", Path("anywhere"))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "nodes", "edges", "features", "classes", "train"),
+    [
+        ("cora", 2708, 10556, 1433, 7, 140),
+        ("citeseer", 3327, 9104, 3703, 6, 120),
+        ("computers", 13752, 491722, 767, 10, None),
+        ("wordnet30/raw/wordnet30.npz", 117659, 367578, 512, 45, None),
+    ],
+)
+def test_raw_files_load(data_root, dataset, nodes, edges, features, classes, train):
+    graph = load_graph(str(data_root / dataset) if dataset.endswith(".npz") else dataset, data_root)
+    assert (graph.num_nodes, graph.num_edges, graph.in_features, graph.num_classes) == (nodes, edges, features, classes)
+    assert graph.split is None if train is None else isinstance(graph.split, Split) and len(graph.split.train) == train

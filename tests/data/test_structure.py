@@ -1,0 +1,158 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagraph.data import structure
+from megagraph.data.coarsen import coarsen, normalized_adjacency
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.structure import AdjacencyPowers, BiasChannels, DistanceBuckets, InducedSubgraph, hop_distances
+from tests.data.graphs import dense_hops, dense_normalized, make_graph, random_graphs
+
+POWERS = 4
+GLOBAL = 2
+
+
+@st.composite
+def sequences(draw, max_super=2):
+    """A graph, its coarsening, and two sequences of distinct nodes padded at their ends."""
+    graph = draw(random_graphs())
+    coarsening = coarsen(graph, draw(st.integers(1, 3)))
+    n = draw(st.integers(1, graph.num_nodes))
+    regular = np.full((2, n + 1), -1)
+    for row in regular:
+        length = draw(st.integers(1, n))
+        row[:length] = draw(st.permutations(range(graph.num_nodes)))[:length]
+    s = draw(st.integers(0, min(max_super, coarsening.num_parts)))
+    supers = np.stack([draw(st.permutations(range(coarsening.num_parts)))[:s] for _ in regular]).astype(np.int64)
+    return graph, coarsening, regular, supers.reshape(2, s)
+
+
+def dense_powers(matrix):
+    return [np.linalg.matrix_power(matrix, power + 1) for power in range(POWERS)]
+
+
+def expected_channels(graph, coarsening, regular, supers, scope):
+    """One sequence, by loops over its pairs."""
+    n, s = len(regular), len(supers)
+    size = n + s + GLOBAL
+    normal = dense_normalized(graph.adjacency)
+    coarse = coarsening.adjacency.toarray().astype(np.float64)
+    super_of = [coarsening.membership[node] if node >= 0 else -1 for node in regular] + list(supers)
+    if scope == "batch":
+        inside = np.isin(np.arange(len(normal)), regular)
+        normal = normal * inside[:, None] * inside
+        inside = np.isin(np.arange(len(coarse)), super_of)
+        coarse = coarse * inside[:, None] * inside
+    channels = np.zeros((POWERS + GLOBAL, size, size))
+    for c, (power, coarse_power) in enumerate(zip(dense_powers(normal), dense_powers(coarse), strict=True)):
+        for i in range(n + s):
+            for j in range(n + s):
+                if super_of[i] < 0 or super_of[j] < 0:
+                    continue
+                both_regular = i < n and j < n
+                channels[c, i, j] = (
+                    power[regular[i], regular[j]] if both_regular else coarse_power[super_of[i], super_of[j]]
+                )
+    for g in range(GLOBAL):
+        channels[POWERS + g, n + s + g] = channels[POWERS + g, :, n + s + g] = 1
+    padding = np.flatnonzero(regular < 0)
+    channels[:, padding] = channels[:, :, padding] = 0
+    return channels
+
+
+@pytest.mark.parametrize("scope", ["graph", "batch"])
+@pytest.mark.parametrize("pairwise", [0, 256], ids=["slices", "pairs"])
+def test_channels_are_the_definition(scope, pairwise, monkeypatch):
+    monkeypatch.setattr(structure, "_PAIRWISE_NODES", pairwise)
+
+    @settings(deadline=None, max_examples=40)
+    @given(sequences())
+    def check(problem):
+        graph, coarsening, regular, supers = problem
+        channels = BiasChannels(graph, coarsening, num_powers=POWERS, global_tokens=GLOBAL, scope=scope)
+        got = channels.build(regular, supers).numpy()
+        assert got.dtype == np.float32 and channels.size == POWERS + GLOBAL
+        for b in range(len(regular)):
+            expected = expected_channels(graph, coarsening, regular[b], supers[b], scope)
+            np.testing.assert_allclose(got[b], expected, atol=1e-6)
+
+    check()
+
+
+def expected_buckets(graph, coarsening, regular, supers, max_distance):
+    n, s = len(regular), len(supers)
+    size = n + s + GLOBAL
+    levels = max_distance + 2
+    real = regular >= 0
+    buckets = np.full((size, size), 2 * levels)
+    local = dense_hops(graph.adjacency.toarray()[np.ix_(regular[real], regular[real])], max_distance)
+    buckets[np.ix_(np.flatnonzero(real), np.flatnonzero(real))] = local
+    coarse = levels + dense_hops(coarsening.adjacency.toarray(), max_distance)
+    super_of = np.concatenate([coarsening.membership[regular], supers])
+    buckets[n : n + s, : n + s] = coarse[np.ix_(supers, super_of)]
+    buckets[: n + s, n : n + s] = coarse[np.ix_(super_of, supers)]
+    buckets[:n][~real] = buckets[:, :n][:, ~real] = 255
+    buckets[:, np.flatnonzero(~real)] = 255
+    return buckets
+
+
+@pytest.mark.parametrize("pairwise", [0, 256], ids=["slices", "pairs"])
+@pytest.mark.parametrize("max_distance", [1, 3])
+def test_buckets_are_hop_distances(pairwise, max_distance, monkeypatch):
+    monkeypatch.setattr(structure, "_PAIRWISE_NODES", pairwise)
+
+    @settings(deadline=None, max_examples=40)
+    @given(sequences())
+    def check(problem):
+        graph, coarsening, regular, supers = problem
+        buckets = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=GLOBAL)
+        got = buckets.build(regular, supers).numpy()
+        assert got.dtype == np.uint8 and buckets.size == structure.num_buckets(max_distance)
+        for b in range(len(regular)):
+            expected = expected_buckets(graph, coarsening, regular[b], supers[b], max_distance)
+            np.testing.assert_array_equal(got[b], expected)
+
+    check()
+
+
+@pytest.mark.parametrize("frontier_bytes", [8, 2**20], ids=["blocks", "whole"])
+def test_hops_over_more_sources_than_a_word_has_bits(frontier_bytes, monkeypatch):
+    monkeypatch.setattr(structure, "_FRONTIER_BYTES", frontier_bytes)
+    graph = synthetic_graph(num_nodes=300, average_degree=2, seed=0)
+    nodes = np.random.default_rng(0).permutation(300).reshape(2, 150)
+    got = hop_distances(InducedSubgraph(normalized_adjacency(graph.adjacency))(nodes), 5)
+    for b, sequence in enumerate(nodes):
+        expected = dense_hops(graph.adjacency.toarray()[np.ix_(sequence, sequence)], 5)
+        np.testing.assert_array_equal(got[b], expected)
+
+
+def test_auto_scope_follows_the_size_of_the_powers(monkeypatch):
+    normalized = normalized_adjacency(synthetic_graph(num_nodes=500, seed=0).adjacency)
+    entries = (normalized @ normalized @ normalized).nnz
+    assert structure.estimate_power_entries(normalized, 3) == pytest.approx(entries, rel=0.3)
+    assert AdjacencyPowers(normalized, 3).scope == "graph"
+    monkeypatch.setattr(structure, "MAX_POWER_ENTRIES", entries // 2)
+    assert AdjacencyPowers(normalized, 3).scope == "batch"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (BiasChannels, {"num_powers": 0}, "expected at least one power of the adjacency, got 0"),
+        (BiasChannels, {"num_powers": 2, "scope": "all"}, "expected scope 'auto', 'graph' or 'batch', got 'all'"),
+        (DistanceBuckets, {"max_distance": 0}, r"expected max_distance in 1\.\.125, got 0"),
+        (DistanceBuckets, {"max_distance": 126}, r"expected max_distance in 1\.\.125, got 126"),
+    ],
+)
+def test_bad_options_are_refused(kind, options, message):
+    graph = make_graph(6, [(0, 1)])
+    with pytest.raises(ValueError, match=message):
+        kind(graph, coarsen(graph, 2), global_tokens=1, **options)
+
+
+def test_too_many_super_nodes_for_buckets_are_refused(monkeypatch):
+    monkeypatch.setattr(structure, "MAX_HOP_TABLE_NODES", 1)
+    graph = make_graph(6, [(0, 1), (2, 3), (4, 5)])
+    with pytest.raises(ValueError, match=r"expected at most 1 super nodes .*, got 2; lower super_ratio"):
+        DistanceBuckets(graph, coarsen(graph, 2), max_distance=2, global_tokens=1)

@@ -1,0 +1,157 @@
+"""Random attention problems, what plain PyTorch makes of them, and how close an implementation must come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megagraph.attention import reference
+from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.dropout import keep_mask, row_keys
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXACT = torch.float32 if DEVICE == "cuda" else torch.float64
+FORMS = ("none", "dense", "bucket", "projected")
+NUM_BUCKETS = 7
+NUM_CHANNELS = 3
+
+
+@dataclass
+class Problem:
+    """One attention problem, whole: global rows and columns."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Bias | None
+    padding: Tensor | None
+    dropout_p: float
+    dropout_key: Tensor | None
+    d_out: Tensor
+    d_lse: Tensor
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k, self.v] + ([] if self.bias is None else [self.bias.learned])
+
+
+def with_learned(bias: Bias | None, learned: Tensor | None) -> Bias | None:
+    if bias is None:
+        return None
+    field = {"dense": "values", "bucket": "table", "projected": "weight"}[bias.form]
+    return replace(bias, **{field: learned})
+
+
+def make_bias(form, B, H, M, N, dtype, masked) -> Bias | None:
+    """A random bias; ``masked`` bool [B, M, N] or None. B (and H, if dense) of 1 is a broadcast axis."""
+    if form == "none":
+        return None
+    if form == "dense":
+        values = torch.randn(B, H, M, N, dtype=dtype)
+        return DenseBias(values if masked is None else values.masked_fill(masked[:B, None], -torch.inf))
+    if form == "bucket":
+        index = torch.randint(NUM_BUCKETS, (B, M, N))
+        index = index if masked is None else index.masked_fill(masked[:B], 255)
+        return BucketBias(index.to(torch.uint8), torch.randn(H, NUM_BUCKETS, dtype=dtype))
+    channels = torch.randn(B, NUM_CHANNELS, M, N, dtype=dtype)
+    weight = torch.randn(H, NUM_CHANNELS, dtype=dtype)
+    return ProjectedBias(channels, weight, None if masked is None else masked[:B])
+
+
+def make_problem(
+    form, M, N, D, *, B=2, H=2, dtype=EXACT, masked=True, padded=True, dropout_p=0.0, planes=None
+) -> Problem:
+    """A random problem. ``masked``: a third of the pairs and all of row 0; ``planes``: the bias's B and H."""
+    torch.manual_seed(M * 1000 + N * 10 + D)
+    mask = None
+    if masked and form != "none":
+        mask = torch.rand(B, M, N) < 0.3
+        mask[:, 0] = True
+    padding = None
+    if padded:
+        padding = torch.rand(B, N) < 0.2
+        padding[0] |= form == "none" and masked  # without a bias, a whole sequence that attends to nothing
+    shape = (B, H, M, D)
+    key = torch.randint(-(2**31), 2**31, (B,), dtype=torch.int32) if dropout_p else None
+    q, k, v, d_out = (torch.randn(*shape[:2], n, D, dtype=dtype) for n in (M, N, N, M))
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    problem = Problem(
+        q=q,
+        k=k,
+        v=v,
+        bias=make_bias(form, *(planes or (B, H)), M, N, dtype, mask),
+        padding=padding,
+        dropout_p=dropout_p,
+        dropout_key=key,
+        d_out=d_out,
+        d_lse=torch.randn(shape[:3], dtype=state_dtype),
+    )
+    return to(problem, DEVICE)
+
+
+def to(problem: Problem, device=None, dtype=None) -> Problem:
+    """The problem on another device, its floating point tensors in another dtype."""
+
+    def move(x):
+        if isinstance(x, Tensor):
+            return x.to(device, dtype if x.is_floating_point() else None)
+        return type(x)(**{name: move(value) for name, value in vars(x).items()}) if hasattr(x, "form") else x
+
+    return Problem(**{name: move(value) for name, value in vars(problem).items()})
+
+
+def expected(problem: Problem, attend=reference.biased_attention) -> dict[str, Tensor]:
+    """out, lse and gradients by autograd."""
+    q, k, v, *learned = inputs = [x.detach().requires_grad_() for x in problem.inputs]
+    bias = with_learned(problem.bias, *learned) if learned else None
+    scale = q.shape[-1] ** -0.5
+    out, lse = attend(q, k, v, bias, problem.padding, scale, problem.dropout_p, problem.dropout_key)
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    grads = torch.autograd.grad([out, finite_lse], inputs, [problem.d_out, problem.d_lse.to(lse.dtype)])
+    names = ("out", "lse", "dq", "dk", "dv", "d_learned")
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))  # no d_learned without a bias
+
+
+def plain_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key):
+    """The reference's formula, with every intermediate in q's dtype."""
+    s = scale * (q @ k.transpose(-1, -2))
+    if bias is not None:
+        s = s + bias.materialize()
+    if key_padding_mask is not None:
+        s = s.masked_fill(key_padding_mask[:, None, None, :], -torch.inf)
+    empty = (s == -torch.inf).all(dim=-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)
+    p = s.softmax(dim=-1).masked_fill(empty, 0.0)
+    if dropout_key is not None:
+        rows, columns = (torch.arange(n, device=q.device) for n in s.shape[-2:])
+        keep = keep_mask(row_keys(dropout_key, q.shape[1], rows), columns, dropout_p)
+        p = p * keep / (1.0 - dropout_p)
+    return p @ v, s.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
+
+
+def assert_matches(got: dict[str, Tensor], problem: Problem):
+    """fp64 to 1e-10; else within twice (the error of plain PyTorch in the same dtype + rounding)."""
+    want = expected(to(problem, dtype=torch.float64))
+    assert got.keys() == want.keys()
+    if problem.q.dtype == torch.float64:
+        for name, x in got.items():
+            torch.testing.assert_close(
+                x, want[name], rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+            )
+        return
+    eager = expected(problem, attend=plain_attention)
+    for name, x in got.items():
+        x = x if name == "lse" else x.to(problem.q.dtype)  # the caller rounds the accumulators
+        assert_within_budget(x, want[name], eager[name], torch.finfo(problem.q.dtype).eps, name)
+
+
+def assert_within_budget(got: Tensor, ref64: Tensor, eager_low: Tensor, eps: float, name: str):
+    empty = ref64 == -torch.inf
+    assert torch.equal(got == -torch.inf, empty), f"{name}: -inf in other places"
+    got, ref64, eager_low = (x.double().masked_fill(empty, 0.0) for x in (got, ref64, eager_low))
+    assert torch.isfinite(got).all(), f"{name}: non-finite values"
+    err, eager = ((x - ref64).abs().max().item() for x in (got, eager_low))
+    budget = 2 * (eager + eps * ref64.abs().max().item())
+    assert err <= budget, f"{name}: error {err:.2e} > {budget:.2e} (eager {eager:.2e})"
