@@ -4,8 +4,12 @@ from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.operator import biased_attention
+from megagraph.config import TrainConfig
+from megagraph.data.datasets import Graph
+from megagraph.evaluate import predict
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.train import Trainer
 
 __version__ = "0.1.0"
 
@@ -13,9 +17,13 @@ __all__ = [
     "BiasedRingAttention",
     "BucketBias",
     "DenseBias",
+    "Graph",
     "HierarchicalGT",
     "ModelConfig",
     "ProjectedBias",
+    "TrainConfig",
+    "Trainer",
     "biased_attention",
     "dropout_keys",
+    "predict",
 ]

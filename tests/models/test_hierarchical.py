@@ -1,0 +1,125 @@
+"""HierarchicalGT against a plain eager ANS-GT, and what must not change its output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import megagraph as mg
+from bench.paper.epoch_time import EagerANSGT
+from megagraph.data.batch import prepare
+from megagraph.data.datasets import synthetic_graph
+from megagraph.evaluate import logits
+from megagraph.train import loss_sum
+
+CONFIG = mg.ModelConfig(
+    in_features=12, num_classes=4, layers=3, dim=16, ffn_dim=24, heads=2, global_tokens=2, bias_size=5
+)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    graph = synthetic_graph(num_nodes=60, num_classes=4, in_features=12, average_degree=3, seed=1)
+    builder = prepare(graph, k=6, num_samples=2, global_tokens=2, channels=3)
+    built = builder.build(np.arange(10), np.ones(60, bool), np.random.default_rng(0))
+    assert built.key_padding_mask.any(), "no padding to test"
+    return replace(built, features=built.features.double(), structure=built.structure.double())
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = mg.HierarchicalGT(CONFIG).double()
+    with torch.no_grad():  # the initial weights are small; larger ones make every term count
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def test_equals_eager_ansgt(model, batch):
+    eager = EagerANSGT(CONFIG).double()
+    eager.take(model)
+    model.eval(), eager.eval()
+    losses = [loss_sum(scores, batch.labels) for scores in (logits(model, batch), eager(batch))]
+    torch.testing.assert_close(*losses, rtol=1e-10, atol=0)
+    for loss in losses:
+        loss.backward()
+    pairs = {
+        "input_proj.weight": eager.input_proj.weight,
+        "global_tokens": eager.global_tokens,
+        "layers.0.bias_weight": eager.layers[0].bias.weight,
+        "layers.2.bias_weight": eager.layers[2].bias.weight,
+        "layers.1.attention.k_proj.weight": eager.layers[1].k.weight,
+        "layers.2.attention.q_proj.bias": eager.layers[2].q.bias,
+        "head.bias": eager.head.bias,
+    }
+    ours = dict(model.named_parameters())
+    for name, other in pairs.items():
+        torch.testing.assert_close(ours[name].grad, other.grad, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_reading_out_fewer_rows_changes_nothing(model, batch):
+    model.eval()
+    arguments = (batch.features, batch.node_index, batch.structure, batch.key_padding_mask)
+    all_rows = model(*arguments, num_targets=batch.num_nodes)
+    torch.testing.assert_close(model(*arguments, num_targets=1), all_rows[:, :1])
+    assert model(*arguments, num_targets=0).shape == (20, 0, 4)
+
+
+def test_padding_has_no_influence(model, batch):
+    model.eval()
+    structure = batch.structure.clone()
+    structure[batch.key_padding_mask[:, None, None].expand_as(structure)] = 7.0
+    node_index = batch.node_index.masked_fill(batch.key_padding_mask[:, :-2], 3)
+    changed = replace(batch, structure=structure, node_index=node_index)
+    torch.testing.assert_close(logits(model, changed), logits(model, batch))
+
+
+def test_dropout_is_on_in_training_only_and_follows_its_key(model, batch):
+    key = mg.dropout_keys(0, 5, batch.sequence_ids)
+    first, again = logits(model, batch, key), logits(model, batch, key)
+    other = logits(model, batch, mg.dropout_keys(0, 6, batch.sequence_ids))
+    assert torch.equal(first, again)
+    assert (first - other).abs().max() > 1e-3
+    some = slice(4, 9)  # a sequence is dropped the same in any batch
+    part = model(
+        batch.features, batch.node_index[some], batch.structure[some], batch.key_padding_mask[some],
+        dropout_key=key[some],
+    )  # fmt: skip
+    torch.testing.assert_close(part, first[some])
+    with pytest.raises(ValueError, match="dropout_key is needed in training"):
+        logits(model, batch)
+    model.eval()
+    assert torch.equal(logits(model, batch, key), logits(model, batch))
+
+
+def test_gradient_reaches_every_parameter(model, batch):
+    loss_sum(logits(model, batch, mg.dropout_keys(0, 0, batch.sequence_ids)), batch.labels).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+
+
+def test_bucket_bias():
+    graph = synthetic_graph(num_nodes=300, num_classes=4, in_features=12, seed=1)
+    builder = prepare(graph, batching="cluster", bias="bucket", sequence_nodes=128, num_super=8, max_distance=3)
+    config = replace(CONFIG, bias="bucket", bias_size=builder.structure.size, global_tokens=1)
+    built = builder.build(builder.plan(np.arange(300), 2, None)[0], np.ones(300, bool), np.random.default_rng(0))
+    scores = logits(mg.HierarchicalGT(config).eval(), built)
+    assert scores.shape == (2, 128, 4) and torch.isfinite(scores).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(heads=3), "heads must divide dim = 16, got 3"),
+        (dict(layers=0), "layers must be at least 1, got 0"),
+        (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
+        (dict(global_tokens=-1), "global_tokens must be 0 or more, got -1"),
+    ],
+)
+def test_bad_config(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **changes)

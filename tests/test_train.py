@@ -1,0 +1,181 @@
+"""Training, prediction and the command line, on small graphs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.data.datasets import synthetic_graph
+from megagraph.train import choose_split, schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch_geometric on torch 2.13
+
+SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=2, sample_nodes=6, channels=3, epochs=3, batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return synthetic_graph(num_nodes=300, num_classes=3, in_features=16, seed=0)
+
+
+def config(tmp_path, **changes) -> mg.TrainConfig:
+    return mg.TrainConfig(**(SMALL | dict(out=tmp_path / "run", learning_rate=1e-2) | changes))
+
+
+def losses(folder) -> list[float]:
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "step" in line]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(bias="bucket"),
+        dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, epochs=15),
+        dict(batching="cluster", bias="projected", sequence_nodes=128, super_nodes=8, batch_size=2, epochs=15),
+        dict(dtype="bf16"),
+        dict(dtype="fp64"),
+        dict(global_tokens=0, input_dropout=0.0, dropout=0.0, attention_dropout=0.0),
+    ],
+    ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()) or "default",
+)
+def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
+    summary = mg.Trainer(config(tmp_path, **changes)).fit(graph)
+    folder = tmp_path / "run"
+    assert summary.test_accuracy > summary.majority_accuracy + 0.15
+    steps = losses(folder)
+    assert len(steps) == summary.steps and np.mean(steps[-5:]) < 0.9 * np.mean(steps[:5])
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.json", "model.json", "metrics.jsonl", "model.safetensors", "summary.json", "curves.png"}
+    assert json.loads((folder / "summary.json").read_text())["test_accuracy"] == summary.test_accuracy
+
+    probabilities = mg.predict(folder, graph)
+    assert probabilities.shape == (300, 3)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1.0, rtol=1e-5)
+    if changes.get("batching") == "cluster":  # no sampling: prediction is the evaluation of the best epoch again
+        test = choose_split(graph, config(tmp_path)).test
+        assert (probabilities[test].argmax(axis=1) == graph.labels[test]).mean() == summary.test_accuracy
+
+
+def test_same_seed_same_losses_for_any_number_of_workers(tmp_path, graph):
+    runs = {}
+    for name, changes in {"a": {}, "b": {}, "workers": dict(workers=2), "seed": dict(seed=1)}.items():
+        mg.Trainer(config(tmp_path, out=tmp_path / name, max_steps=4, **changes)).fit(graph)
+        runs[name] = losses(tmp_path / name)
+    assert len(runs["a"]) == 4
+    assert runs["a"] == runs["b"] == runs["workers"]
+    assert runs["a"] != runs["seed"]
+
+
+def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
+    from torch_geometric.data import Data
+
+    adjacency = graph.adjacency.tocoo()
+    data = Data(
+        x=torch.from_numpy(graph.features),
+        edge_index=torch.from_numpy(np.stack([adjacency.row, adjacency.col])).long(),
+        y=torch.from_numpy(graph.labels),
+    )
+    with pytest.raises(ValueError, match="split must be 'random': graph has no split of its own"):
+        mg.Trainer(config(tmp_path, split="public")).fit(data)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    for name, part in zip(("train", "val", "test"), order.split(100), strict=True):
+        data[f"{name}_mask"] = torch.zeros(300, dtype=torch.bool).index_fill_(0, part, True)
+    assert mg.Trainer(config(tmp_path, split="public")).fit(data).steps == 3 * -(-100 // 16)
+
+
+def test_schedule():
+    factors = [schedule(step, 100, 0.1) for step in range(100)]
+    assert factors.index(max(factors)) == 10 and factors[10] == 1.0
+    assert all(0 < factor <= 1 for factor in factors)
+    assert np.allclose(np.diff(factors[:10]), factors[1] - factors[0]) and np.allclose(np.diff(factors[10:]), -1 / 90)
+    assert schedule(0, 1, 0.0) == 1.0
+
+
+def unwritable(tmp_path):
+    (tmp_path / "file").write_text("")
+    return dict(out=tmp_path / "file" / "run")
+
+
+def taken(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    return {}
+
+
+BAD_RUNS = {
+    "heads": (dict(heads=3), ValueError, "heads must divide dim = 16, got 3"),
+    "epochs": (dict(epochs=0), ValueError, "epochs must be at least 1, got 0"),
+    "probability": (dict(attention_dropout=1.5), ValueError, r"attention_dropout must be in \[0, 1\), got 1.5"),
+    "super ratio": (dict(super_ratio=0.0), ValueError, r"super_ratio must be in \(0, 1\], got 0.0"),
+    "clip": (dict(clip_norm=0.0), ValueError, "clip_norm must be above 0"),
+    "steps": (dict(max_steps=0), ValueError, "max_steps must be at least 1"),
+    "device": (dict(device="tpu9"), ValueError, "device must be auto, cpu or a CUDA device that is here, got 'tpu9'"),
+    "data set": (dict(dataset="nosuch"), ValueError, "expected one of synthetic, citeseer,.*got 'nosuch'"),
+    "no root": (dict(dataset="cora"), ValueError, "--root"),
+    "no file": (dict(dataset="nosuch.npz"), FileNotFoundError, "nosuch.npz"),
+    "sequence length": (dict(batching="cluster", sequence_nodes=100), ValueError, "multiple of 128, got 100"),
+    "unwritable folder": (unwritable, OSError, "the run folder .* cannot be written: .*; pass another --out"),
+    "folder in use": (taken, FileExistsError, "holds a run already; pass another --out, or remove it"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_bad_run(tmp_path, case):
+    changes, error, message = BAD_RUNS[case]
+    changes = changes(tmp_path) if callable(changes) else changes
+    with pytest.raises(error, match=message):
+        mg.Trainer(config(tmp_path, **changes)).fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_bad_prediction(tmp_path, graph):
+    with pytest.raises(FileNotFoundError, match=r"must be the folder of a run, but it holds no config.json"):
+        mg.predict(tmp_path)
+    mg.Trainer(config(tmp_path, max_steps=1)).fit(graph)
+    with pytest.raises(ValueError, match="trained on 16 features a node, got a graph with 5"):
+        mg.predict(tmp_path / "run", replace(graph, features=graph.features[:, :5]))
+
+
+def test_a_loss_that_explodes_is_named(tmp_path, graph):
+    huge = replace(graph, features=graph.features * 1e38)
+    with pytest.raises(FloatingPointError, match=r"the loss of step 0 is nan; lower --learning-rate"):
+        mg.Trainer(config(tmp_path)).fit(huge)
+
+
+def megagraph(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "megagraph", *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_command_line(tmp_path):
+    flags = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
+    out = tmp_path / "run"
+    done = megagraph("train", *flags, "--max-steps", 3, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 3
+    done = megagraph("predict", out, "--out", tmp_path / "p.npy")
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "p.npy").shape == (2000, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "--dataset", "nosuch"), "megagraph: error: expected one of synthetic"),
+        (("train", "--heads", "3"), "heads must divide dim = 128, got 3"),
+        (("train", "--layers", "many"), "--layers"),
+        (("predict", "nosuch"), "megagraph: error: nosuch must be the folder of a run"),
+    ],
+)
+def test_command_line_errors(arguments, message):
+    done = megagraph(*arguments)
+    assert done.returncode != 0
+    assert message in done.stderr and "Traceback" not in done.stderr
