@@ -376,9 +376,7 @@ def _bwd_queries(
             v = _load_rows(x.v, b, h, keys, in_keys, D, BLOCK_D)
 
             qk = _dot(q, tl.trans(k), ACC_DTYPE)
-            s = _scores(
-                x, qk, b, h, rows[:, None], cols, in_rows[:, None], in_keys[None, :], FORM, NUM_LEARNED
-            )
+            s = _scores(x, qk, b, h, rows[:, None], cols, in_rows[:, None], in_keys[None, :], FORM, NUM_LEARNED)
             p = _exp(s - lse[:, None])
             dp = _dot(do, tl.trans(v), ACC_DTYPE)
             if THRESHOLD > 0:
@@ -477,7 +475,7 @@ def _segment_table(segments: tuple[tuple[int, int, int], ...], device: torch.dev
     return torch.tensor(segments, dtype=torch.int32, device=device).reshape(len(segments), 3)
 
 
-def _strided(x: Tensor | None, *batch: int) -> Strided | None:
+def _strided(x, *batch):
     """A kernel argument, with the leading axes expanded to ``batch``; bool travels as bytes."""
     if x is None:
         return None

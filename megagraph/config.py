@@ -115,7 +115,9 @@ class TrainConfig:
             device = torch.device(self.device)
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}") from error
+            raise ValueError(
+                f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}"
+            ) from error
         return device
 
     def to_json(self) -> str:

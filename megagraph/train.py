@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,8 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} features, "
-            f"{graph.num_classes} classes; {len(split.train)}/{len(split.val)}/{len(split.test)} to train/validate/test\n"
+            f"{graph.num_classes} classes; "
+            f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
             f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on {device}; "
             f"prepared in {preprocess_seconds:.1f} s",
             file=sys.stderr,

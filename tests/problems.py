@@ -137,9 +137,7 @@ def assert_matches(got: dict[str, Tensor], problem: Problem):
     assert got.keys() == want.keys()
     if problem.q.dtype == torch.float64:
         for name, x in got.items():
-            torch.testing.assert_close(
-                x, want[name], rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
-            )
+            torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
         return
     eager = expected(problem, attend=plain_attention)
     for name, x in got.items():

@@ -68,9 +68,7 @@ def gcn(graph: Graph, dataset: str, root: Path, seed: int) -> dict[str, Any]:
     split = choose_split(graph, TrainConfig(dataset=dataset, root=root, seed=seed))
     torch.manual_seed(seed)
     model = GCNModel(graph.in_features, settings.hidden, 2, graph.num_classes, dropout=settings.dropout)
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
     adjacency = graph.adjacency.tocoo()
     edge_index = torch.from_numpy(np.stack([adjacency.row, adjacency.col]).astype(np.int64))
     x, labels = torch.from_numpy(graph.features), torch.from_numpy(graph.labels)

@@ -54,11 +54,15 @@ def _row_tiles(step: Step, q: Tensor) -> Iterator[tuple[slice, slice, list[_Tile
     tile_batch, tile_rows, tile_keys = _tile_sizes(step, *q.shape[:3])
     for batch in _chunks(q.shape[0], tile_batch):
         for rows in _chunks(q.shape[2], tile_rows):
-            yield batch, rows, [
-                _Tile(batch, rows, _shifted(part, key_start), _shifted(part, column_start))
-                for key_start, column_start, length in step.segments
-                for part in _chunks(length, tile_keys)
-            ]
+            yield (
+                batch,
+                rows,
+                [
+                    _Tile(batch, rows, _shifted(part, key_start), _shifted(part, column_start))
+                    for key_start, column_start, length in step.segments
+                    for part in _chunks(length, tile_keys)
+                ],
+            )
 
 
 def _per_batch(tensor: Tensor, batch: slice) -> Tensor:
@@ -139,7 +143,7 @@ def attention_step(
     first: bool,
     last: bool,
     m: Tensor | None,
-    l: Tensor | None,  # noqa: E741  the field's name for the running sum
+    l: Tensor | None,
     acc: Tensor | None,
     out: Tensor | None,
     lse: Tensor | None,

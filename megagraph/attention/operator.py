@@ -111,13 +111,12 @@ def _attention(
     if q.shape[2] == 0 or k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     step = _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p)
-    state = dict(first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
     if impl == "triton":
         from megagraph.kernels.biased_attention import launch_step_fwd
 
-        launch_step_fwd(q, k, v, **vars(step), **state)
+        launch_step_fwd(q, k, v, **vars(step), first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
     else:
-        blocked.attention_step(step, q, k, v, **state)
+        blocked.attention_step(step, q, k, v, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
     return out, lse
 
 
@@ -152,13 +151,16 @@ def _attention_backward(
         d_learned = torch.zeros(learned.shape, dtype=lse.dtype, device=learned.device)
     if q.shape[2] and k.shape[2]:
         step = _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p)
-        gradients = dict(d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned)
         if impl == "triton":
             from megagraph.kernels.biased_attention import launch_step_bwd
 
-            launch_step_bwd(q, k, v, **vars(step), **gradients)
+            launch_step_bwd(
+                q, k, v, **vars(step), d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned
+            )
         else:
-            blocked.attention_step_backward(step, q, k, v, **gradients)
+            blocked.attention_step_backward(
+                step, q, k, v, d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned
+            )
     d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_learned
 
@@ -252,12 +254,11 @@ def _check_inputs(
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
-    tensors = {"k": k, "v": v}
+    tensors: dict[str, Tensor | None] = {"k": k, "v": v}
     if bias is not None:
         if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
             raise ValueError(
-                "bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, "
-                f"got {type(bias).__name__}"
+                f"bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got {type(bias).__name__}"
             )
         shape = tuple(bias.shape)
         heads_allowed = (1, heads) if isinstance(bias, DenseBias) else (heads,)
@@ -304,5 +305,6 @@ def _check_values(bias: Bias | None) -> None:
                 f"got {highest}"
             )
     if isinstance(bias, ProjectedBias) and bias.channels.numel():
-        if not all(torch.isfinite(bound) for bound in bias.channels.aminmax()):
+        low, high = bias.channels.aminmax()
+        if not (torch.isfinite(low) and torch.isfinite(high)):
             raise ValueError("ProjectedBias channels must be finite, got inf or nan; use mask for pairs to leave out")

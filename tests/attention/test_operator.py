@@ -226,36 +226,81 @@ def bad(**changes):
 
 INDEX, CHANNELS = torch.zeros(2, 3, 5, dtype=torch.uint8), torch.zeros(2, 2, 3, 5)
 BAD_INPUTS = {
-    "q of three dimensions": (lambda: bad(q=torch.zeros(2, 3, 4)), r"q must have shape \[B, H, M, D\], got \(2, 3, 4\)"),
-    "integer q": (lambda: bad(q=torch.zeros(2, 2, 3, 4, dtype=torch.int64)), "q must be floating point, got torch.int64"),
+    "q of three dimensions": (
+        lambda: bad(q=torch.zeros(2, 3, 4)),
+        r"q must have shape \[B, H, M, D\], got \(2, 3, 4\)",
+    ),
+    "integer q": (
+        lambda: bad(q=torch.zeros(2, 2, 3, 4, dtype=torch.int64)),
+        "q must be floating point, got torch.int64",
+    ),
     "head dim": (lambda: bad(q=torch.zeros(2, 2, 3, 300)), "head dim D must be 1 to 256, got 300"),
     "k of another batch": (lambda: bad(k=torch.zeros(1, 2, 5, 4)), r"k must have shape .*got \(1, 2, 5, 4\)"),
-    "v shorter than k": (lambda: bad(v=torch.zeros(2, 2, 4, 4)), r"v must have shape .*\[2, 2, 5, 4\], got \(2, 2, 4, 4\)"),
-    "v of another dtype": (lambda: bad(v=torch.zeros(2, 2, 5, 4).double()), "v must have the dtype of q, torch.float32"),
-    "v on another device": (lambda: bad(v=torch.zeros(2, 2, 5, 4, device="meta")), "v must be on the device of q, cpu, got meta"),
-    "boolean mask": (lambda: bad(bias=torch.zeros(3, 5, dtype=torch.bool)), "True means 'attend' to F.scaled_dot_product_attention and 'ignore' to nn.MultiheadAttention"),
+    "v shorter than k": (
+        lambda: bad(v=torch.zeros(2, 2, 4, 4)),
+        r"v must have shape .*\[2, 2, 5, 4\], got \(2, 2, 4, 4\)",
+    ),
+    "v of another dtype": (
+        lambda: bad(v=torch.zeros(2, 2, 5, 4).double()),
+        "v must have the dtype of q, torch.float32",
+    ),
+    "v on another device": (
+        lambda: bad(v=torch.zeros(2, 2, 5, 4, device="meta")),
+        "v must be on the device of q, cpu, got meta",
+    ),
+    "boolean mask": (
+        lambda: bad(bias=torch.zeros(3, 5, dtype=torch.bool)),
+        "True means 'attend' to F.scaled_dot_product_attention and 'ignore' to nn.MultiheadAttention",
+    ),
     "integer bias": (lambda: bad(bias=torch.zeros(3, 5, dtype=torch.int64)), "must be floating point, got torch.int64"),
-    "bias of five dimensions": (lambda: bad(bias=torch.zeros(1, 1, 1, 3, 5)), r"must have shape \[B or 1, H or 1, M, N\], got \(1, 1, 1, 3, 5\)"),
-    "a list as bias": (lambda: bad(bias=[0.0]), "bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got list"),
+    "bias of five dimensions": (
+        lambda: bad(bias=torch.zeros(1, 1, 1, 3, 5)),
+        r"must have shape \[B or 1, H or 1, M, N\], got \(1, 1, 1, 3, 5\)",
+    ),
+    "a list as bias": (
+        lambda: bad(bias=[0.0]),
+        "bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got list",
+    ),
     "bias rows": (lambda: bad(bias=torch.zeros(4, 5)), r"\[2 or 1, 2 or 1, 3, 5\], got \[1, 1, 4, 5\]"),
     "bias heads": (lambda: bad(bias=torch.zeros(1, 3, 3, 5)), r"2 or 1, 3, 5\], got \[1, 3, 3, 5\]"),
-    "table heads": (lambda: bad(bias=mg.BucketBias(INDEX, torch.zeros(1, 4))), r"\[2 or 1, 2, 3, 5\], got \[2, 1, 3, 5\]"),
-    "index dtype": (lambda: bad(bias=mg.BucketBias(INDEX.int(), torch.zeros(2, 4))), "index must be torch.uint8, got torch.int32"),
-    "index dimensions": (lambda: bad(bias=mg.BucketBias(INDEX[0], torch.zeros(2, 4))), r"index must have shape \[B or 1, M, N\], got \(3, 5\)"),
+    "table heads": (
+        lambda: bad(bias=mg.BucketBias(INDEX, torch.zeros(1, 4))),
+        r"\[2 or 1, 2, 3, 5\], got \[2, 1, 3, 5\]",
+    ),
+    "index dtype": (
+        lambda: bad(bias=mg.BucketBias(INDEX.int(), torch.zeros(2, 4))),
+        "index must be torch.uint8, got torch.int32",
+    ),
+    "index dimensions": (
+        lambda: bad(bias=mg.BucketBias(INDEX[0], torch.zeros(2, 4))),
+        r"index must have shape \[B or 1, M, N\], got \(3, 5\)",
+    ),
     "empty table": (lambda: bad(bias=mg.BucketBias(INDEX, torch.zeros(2, 0))), "1 to 255 buckets"),
-    "bucket out of the table": (lambda: bad(bias=mg.BucketBias(INDEX + 4, torch.zeros(2, 4))), "must be below the table's 4 buckets, or 255 for a masked pair; got 4"),
+    "bucket out of the table": (
+        lambda: bad(bias=mg.BucketBias(INDEX + 4, torch.zeros(2, 4))),
+        "must be below the table's 4 buckets, or 255 for a masked pair; got 4",
+    ),
     "weight channels": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 3))), r"with C = 2 .*got \(2, 3\)"),
     "too many channels": (lambda: bad(bias=mg.ProjectedBias(torch.zeros(1, 17, 3, 5), torch.zeros(2, 17))), "1 to 16"),
-    "non-finite channels": (lambda: bad(bias=mg.ProjectedBias(CHANNELS / 0, torch.zeros(2, 2))), "channels must be finite"),
+    "non-finite channels": (
+        lambda: bad(bias=mg.ProjectedBias(CHANNELS / 0, torch.zeros(2, 2))),
+        "channels must be finite",
+    ),
     "mask dtype": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), INDEX)), "mask must be torch.bool"),
-    "mask shape": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), torch.zeros(2, 5, 3, dtype=torch.bool))), r"mask must have shape \[2 or 1, 3, 5\], got \(2, 5, 3\)"),
-    "padding of queries": (lambda: bad(key_padding_mask=torch.zeros(2, 3, dtype=torch.bool)), r"key_padding_mask must be torch.bool \[B, N\] = \[2, 5\]"),
+    "mask shape": (
+        lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), torch.zeros(2, 5, 3, dtype=torch.bool))),
+        r"mask must have shape \[2 or 1, 3, 5\], got \(2, 5, 3\)",
+    ),
+    "padding of queries": (
+        lambda: bad(key_padding_mask=torch.zeros(2, 3, dtype=torch.bool)),
+        r"key_padding_mask must be torch.bool \[B, N\] = \[2, 5\]",
+    ),
     "float padding": (lambda: bad(key_padding_mask=torch.zeros(2, 5)), "got torch.float32"),
     "probability": (lambda: bad(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
     "no key": (lambda: bad(dropout_p=0.5), r"needs dropout_key, torch.int32 \[B\] = \[2\], got None"),
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
     "impl": (lambda: bad(impl="cudnn"), "impl must be 'triton', 'blocked', 'reference' or None, got 'cudnn'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)

@@ -11,10 +11,6 @@ from hypothesis import given
 from megagraph.data.datasets import Graph, Split, load_graph, random_split, synthetic_graph
 from tests.data.graphs import make_graph, random_graphs
 
-# importing torch_geometric scripts a function of its own
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning")
-
-
 def data(**changes):
     values = {
         "x": torch.ones(4, 2),

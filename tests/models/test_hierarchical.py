@@ -58,7 +58,9 @@ def test_equals_eager_ansgt(model, batch):
     }
     ours = dict(model.named_parameters())
     for name, other in pairs.items():
-        torch.testing.assert_close(ours[name].grad, other.grad, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name].grad, other.grad, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_reading_out_fewer_rows_changes_nothing(model, batch):

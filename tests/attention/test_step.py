@@ -1,33 +1,39 @@
-"""The attention step against the eager reference: fp64 in the interpreter, fp32 on a GPU.
+"""One attention step at a time, by both implementations, against the eager reference.
 
-All uninitialised memory is NaN here, so that whatever reads before it is written shows.
+fp64 on the CPU, where the kernels are interpreted; fp32 on a GPU. All uninitialised memory is NaN here, so that
+whatever reads before it is written shows.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+from megagraph.attention import blocked
+from megagraph.attention.bias import Bias, DenseBias
+from megagraph.attention.step import Step
+from tests.problems import (
+    DEVICE,
+    EXACT,
+    FORMS,
+    NUM_BUCKETS,
+    Problem,
+    assert_matches,
+    expected,
+    make_problem,
+    to,
+    with_learned,
+)
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
-from megagraph.attention import reference
-from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias
-from megagraph.attention.dropout import keep_mask, row_keys
 from megagraph.kernels import biased_attention as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EXACT = torch.float32 if DEVICE == "cuda" else torch.float64
-FORMS = ("none", "dense", "bucket", "projected")
-NUM_BUCKETS = 7
-NUM_CHANNELS = 3
+IMPLS = ("triton", "blocked")
 
 
 @pytest.fixture(autouse=True)
@@ -44,110 +50,15 @@ def small_tiles(monkeypatch):
     """16 x 16 tiles, so that small problems have many."""
     sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "_block_sizes", lambda *args, **kwargs: sizes)
-
-
-@dataclass
-class Problem:
-    """One attention problem, whole: global rows and columns."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Bias | None
-    padding: Tensor | None
-    dropout_p: float
-    dropout_key: Tensor | None
-    d_out: Tensor
-    d_lse: Tensor
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return [self.q, self.k, self.v] + ([] if self.bias is None else [self.bias.learned])
-
-
-def with_learned(bias: Bias | None, learned: Tensor | None) -> Bias | None:
-    if bias is None:
-        return None
-    field = {"dense": "values", "bucket": "table", "projected": "weight"}[bias.form]
-    return replace(bias, **{field: learned})
-
-
-def make_bias(form, B, H, M, N, dtype, masked) -> Bias | None:
-    """A random bias; ``masked`` bool [B, M, N] or None. B (and H, if dense) of 1 is a broadcast axis."""
-    if form == "none":
-        return None
-    if form == "dense":
-        values = torch.randn(B, H, M, N, dtype=dtype)
-        return DenseBias(values if masked is None else values.masked_fill(masked[:B, None], -torch.inf))
-    if form == "bucket":
-        index = torch.randint(NUM_BUCKETS, (B, M, N))
-        index = index if masked is None else index.masked_fill(masked[:B], 255)
-        return BucketBias(index.to(torch.uint8), torch.randn(H, NUM_BUCKETS, dtype=dtype))
-    channels = torch.randn(B, NUM_CHANNELS, M, N, dtype=dtype)
-    weight = torch.randn(H, NUM_CHANNELS, dtype=dtype)
-    return ProjectedBias(channels, weight, None if masked is None else masked[:B])
-
-
-def make_problem(
-    form, M, N, D, *, B=2, H=2, dtype=EXACT, masked=True, padded=True, dropout_p=0.0, planes=None
-) -> Problem:
-    """A random problem. ``masked``: a third of the pairs and all of row 0; ``planes``: the bias's B and H."""
-    torch.manual_seed(M * 1000 + N * 10 + D)
-    mask = None
-    if masked and form != "none":
-        mask = torch.rand(B, M, N) < 0.3
-        mask[:, 0] = True
-    padding = None
-    if padded:
-        padding = torch.rand(B, N) < 0.2
-        padding[0] |= form == "none" and masked  # without a bias, a whole sequence that attends to nothing
-    shape = (B, H, M, D)
-    key = torch.randint(-(2**31), 2**31, (B,), dtype=torch.int32) if dropout_p else None
-    q, k, v, d_out = (torch.randn(*shape[:2], n, D, dtype=dtype) for n in (M, N, N, M))
-    state_dtype = torch.promote_types(dtype, torch.float32)
-    problem = Problem(
-        q=q,
-        k=k,
-        v=v,
-        bias=make_bias(form, *(planes or (B, H)), M, N, dtype, mask),
-        padding=padding,
-        dropout_p=dropout_p,
-        dropout_key=key,
-        d_out=d_out,
-        d_lse=torch.randn(shape[:3], dtype=state_dtype),
-    )
-    return to(problem, DEVICE)
-
-
-def to(problem: Problem, device=None, dtype=None) -> Problem:
-    """The problem on another device, its floating point tensors in another dtype."""
-
-    def move(x):
-        if isinstance(x, Tensor):
-            return x.to(device, dtype if x.is_floating_point() else None)
-        return type(x)(**{name: move(value) for name, value in vars(x).items()}) if hasattr(x, "form") else x
-
-    return Problem(**{name: move(value) for name, value in vars(problem).items()})
-
-
-def expected(problem: Problem, attend=reference.biased_attention) -> dict[str, Tensor]:
-    """out, lse and gradients by autograd."""
-    q, k, v, *learned = inputs = [x.detach().requires_grad_() for x in problem.inputs]
-    bias = with_learned(problem.bias, *learned) if learned else None
-    scale = q.shape[-1] ** -0.5
-    out, lse = attend(q, k, v, bias, problem.padding, scale, problem.dropout_p, problem.dropout_key)
-    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    grads = torch.autograd.grad([out, finite_lse], inputs, [problem.d_out, problem.d_lse.to(lse.dtype)])
-    names = ("out", "lse", "dq", "dk", "dv", "d_learned")
-    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))  # no d_learned without a bias
+    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 16 * 16)
 
 
 def one_step(N):
     return [(torch.arange(N, device=DEVICE), [(0, 0, N)])]
 
 
-def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True) -> dict[str, Tensor]:
-    """out, lse and gradients by the kernels; steps: (global columns of the visiting keys, segments) each."""
+def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, impl="triton") -> dict[str, Tensor]:
+    """out, lse and gradients; steps: (global columns of the visiting keys, segments) each."""
     q, k, v = problem.q, problem.k, problem.v
     B, H, M, D = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -171,9 +82,11 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True) -> 
         state = dict(m=None, l=None, acc=None) if first and last else dict(m=m, l=l, acc=acc)
         result = dict(out=out, lse=lse) if last else dict(out=None, lse=None)
         kv = (x if len(steps) == 1 else x[:, :, columns] for x in (k, v))
-        kernels.launch_step_fwd(
-            q, *kv, **inputs, segments=segments, first=first, last=last, **state, **result
-        )
+        step, call = Step(**inputs, segments=segments), dict(first=first, last=last, **state, **result)
+        if impl == "triton":
+            kernels.launch_step_fwd(q, *kv, **vars(step), **call)
+        else:
+            blocked.attention_step(step, q, *kv, **call)
 
     delta = (problem.d_out.to(dtype) * out.to(dtype)).sum(dim=-1) - problem.d_lse.to(dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=DEVICE) for x in (q, k, v))
@@ -183,57 +96,16 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True) -> 
     for columns, segments in steps:
         k_block, v_block = (x if len(steps) == 1 else x[:, :, columns] for x in (k, v))
         dk_block, dv_block = (torch.zeros(x.shape, dtype=dtype, device=DEVICE) for x in (k_block, v_block))
-        kernels.launch_step_bwd(
-            q, k_block, v_block, **inputs, segments=segments, d_out=problem.d_out, lse=lse, delta=delta,
-            dq=dq, dk=dk_block, dv=dv_block, d_learned=d_learned,
-        )  # fmt: skip
+        step = Step(**inputs, segments=segments)
+        call = dict(d_out=problem.d_out, lse=lse, delta=delta, dq=dq, dk=dk_block, dv=dv_block, d_learned=d_learned)
+        if impl == "triton":
+            kernels.launch_step_bwd(q, k_block, v_block, **vars(step), **call)
+        else:
+            blocked.attention_step_backward(step, q, k_block, v_block, **call)
         dk[:, :, columns] += dk_block
         dv[:, :, columns] += dv_block
     results = dict(out=out, lse=lse, dq=dq, dk=dk, dv=dv)
     return results if d_learned is None else results | {"d_learned": d_learned}
-
-
-def plain_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key):
-    """The reference's formula, with every intermediate in q's dtype."""
-    s = scale * (q @ k.transpose(-1, -2))
-    if bias is not None:
-        s = s + bias.materialize()
-    if key_padding_mask is not None:
-        s = s.masked_fill(key_padding_mask[:, None, None, :], -torch.inf)
-    empty = (s == -torch.inf).all(dim=-1, keepdim=True)
-    s = s.masked_fill(empty, 0.0)
-    p = s.softmax(dim=-1).masked_fill(empty, 0.0)
-    if dropout_key is not None:
-        rows, columns = (torch.arange(n, device=q.device) for n in s.shape[-2:])
-        keep = keep_mask(row_keys(dropout_key, q.shape[1], rows), columns, dropout_p)
-        p = p * keep / (1.0 - dropout_p)
-    return p @ v, s.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
-
-
-def assert_matches(got: dict[str, Tensor], problem: Problem):
-    """fp64 to 1e-10; else within twice (the error of plain PyTorch in the same dtype + rounding)."""
-    want = expected(to(problem, dtype=torch.float64))
-    assert got.keys() == want.keys()
-    if problem.q.dtype == torch.float64:
-        for name, x in got.items():
-            torch.testing.assert_close(
-                x, want[name], rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
-            )
-        return
-    eager = expected(problem, attend=plain_attention)
-    for name, x in got.items():
-        x = x if name == "lse" else x.to(problem.q.dtype)  # the caller rounds the accumulators
-        assert_within_budget(x, want[name], eager[name], torch.finfo(problem.q.dtype).eps, name)
-
-
-def assert_within_budget(got: Tensor, ref64: Tensor, eager_low: Tensor, eps: float, name: str):
-    empty = ref64 == -torch.inf
-    assert torch.equal(got == -torch.inf, empty), f"{name}: -inf in other places"
-    got, ref64, eager_low = (x.double().masked_fill(empty, 0.0) for x in (got, ref64, eager_low))
-    assert torch.isfinite(got).all(), f"{name}: non-finite values"
-    err, eager = ((x - ref64).abs().max().item() for x in (got, eager_low))
-    budget = 2 * (eager + eps * ref64.abs().max().item())
-    assert err <= budget, f"{name}: error {err:.2e} > {budget:.2e} (eager {eager:.2e})"
 
 
 HEAD_DIMS = (4, 5, 8, 16, 40, 64)
@@ -266,9 +138,10 @@ def test_wide_heads(D):
     assert_matches(run_steps(problem), problem)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 @pytest.mark.parametrize("form", FORMS)
-def test_ring_of_steps(form, num_steps, small_tiles):
+def test_ring_of_steps(form, num_steps, impl, small_tiles):
     """Super columns come with the first keys; rows are permuted; row 1 sees one key, in the last step."""
     N, num_super = 50, 3
     problem = make_problem(form, N, N, 8, B=1, dropout_p=0.25, padded=False)
@@ -289,7 +162,7 @@ def test_ring_of_steps(form, num_steps, small_tiles):
         d_out=problem.d_out[:, :, rows],
         d_lse=problem.d_lse[:, :, rows],
     )
-    got = run_steps(local, list(zip(columns, segments, strict=True)), row_ids=rows.to(torch.int32))
+    got = run_steps(local, list(zip(columns, segments, strict=True)), row_ids=rows.to(torch.int32), impl=impl)
     by_row = ["out", "lse", "dq"] + ["d_learned"] * (form == "dense")
     for name in by_row:
         got[name] = got[name][:, :, rows.argsort()]
@@ -321,8 +194,9 @@ def test_mask_broadcast_over_sequences():
     assert_matches(run_steps(problem), problem)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
-def test_any_strides(form, small_tiles):
+def test_any_strides(form, impl, small_tiles):
     """q, k, v are slices of one [B, N, 3, H, D] projection; what surrounds every input is NaN."""
     B, H, N, D = 2, 2, 33, 5
     problem = make_problem(form, N, N, D, B=B, H=H)
@@ -338,7 +212,7 @@ def test_any_strides(form, small_tiles):
         strided = torch.full((*data.shape[:-1], N + 3), 255).to(data)[..., 1 : N + 1].copy_(data)
         problem.bias = replace(problem.bias, **{"index" if form == "bucket" else "channels": strided})
     assert not problem.q.is_contiguous()
-    assert_matches(run_steps(problem), problem)
+    assert_matches(run_steps(problem, impl=impl), problem)
 
 
 def test_head_dim_need_not_be_the_fastest_axis():
