@@ -11,6 +11,7 @@ from hypothesis import given
 from megagraph.data.datasets import Graph, Split, load_graph, random_split, synthetic_graph
 from tests.data.graphs import make_graph, random_graphs
 
+
 def data(**changes):
     values = {
         "x": torch.ones(4, 2),
