@@ -23,6 +23,7 @@ from megagraph.config import TrainConfig
 from megagraph.data.datasets import Graph, load_graph
 from megagraph.train import Trainer, choose_split
 
+Dtype = Literal["fp32", "bf16"]
 SEEDS = (0, 1, 2, 3, 4)
 ANS_GT = dict(layers=4, dim=128, ffn_dim=128, heads=8, sample_nodes=14, samples=8, global_tokens=1, channels=6)
 PLANETOID = dict(epochs=4, learning_rate=5e-4, weight_decay=0.1, dropout=0.5, input_dropout=0.5)
@@ -49,21 +50,22 @@ GCN: dict[str, GCNSettings] = {
 }
 
 
-def hierarchical(graph: Graph, dataset: str, root: Path, seed: int) -> dict[str, Any]:
+def hierarchical(graph: Graph, dataset: str, root: Path, seed: int, dtype: Dtype) -> dict[str, Any]:
     """One run of HierarchicalGT."""
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(
-            dataset=dataset, root=root, seed=seed, out=Path(folder) / "run", **ANS_GT, **SETTINGS[dataset]
-        )
+        out = Path(folder) / "run"
+        config = TrainConfig(dataset=dataset, root=root, seed=seed, dtype=dtype, out=out, **ANS_GT, **SETTINGS[dataset])
         summary = asdict(Trainer(config).fit(graph))
     del summary["run"]  # a folder that is gone
     return summary
 
 
-def gcn(graph: Graph, dataset: str, root: Path, seed: int) -> dict[str, Any]:
-    """One run of a 2-layer GCN (Kipf & Welling, 2017) on the whole graph."""
+def gcn(graph: Graph, dataset: str, root: Path, seed: int, dtype: Dtype) -> dict[str, Any]:
+    """One run of a 2-layer GCN (Kipf & Welling, 2017) on the whole graph, on the CPU."""
     from torch_geometric.nn.models import GCN as GCNModel
 
+    if dtype != "fp32":
+        raise ValueError(f"the GCN trains in fp32, got {dtype}")
     settings = GCN[dataset]
     split = choose_split(graph, TrainConfig(dataset=dataset, root=root, seed=seed))
     torch.manual_seed(seed)
@@ -91,19 +93,21 @@ def main(
     dataset: Literal["citeseer", "cora", "computers"],
     root: Path,
     model: Literal["hierarchical", "gcn"] = "hierarchical",
+    dtype: Dtype = "fp32",
 ) -> None:
-    """Train every seed, print the table row and write bench/results/accuracy/DATASET-MODEL.json."""
+    """Train every seed, print the table row and write bench/results/DEVICE/accuracy/DATASET-MODEL-DTYPE.json."""
     graph = load_graph(dataset, root)
     run = {"hierarchical": hierarchical, "gcn": gcn}[model]
     settings = SETTINGS[dataset] if model == "hierarchical" else asdict(GCN[dataset])
     rows = []
     for seed in SEEDS:
-        row = run(graph, dataset, root, seed)
-        rows.append({"dataset": dataset, "model": model, "seed": seed, "unit": "fraction correct"} | settings | row)
+        row = run(graph, dataset, root, seed, dtype)
+        origin = {"dataset": dataset, "model": model, "dtype": dtype, "seed": seed, "unit": "fraction correct"}
+        rows.append(origin | settings | row)
         print(f"seed {seed}: validation {row['best_val_accuracy']:.4f}, test {row['test_accuracy']:.4f}", flush=True)
     test = 100 * np.array([row["test_accuracy"] for row in rows])
     print(f"{dataset} {model}: test {test.mean():.2f} +- {test.std(ddof=1):.2f} over {len(SEEDS)} seeds")
-    print(write_rows(f"accuracy/{dataset}-{model}", rows))
+    print(write_rows(f"accuracy/{dataset}-{model}-{dtype}", rows))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def compare(ours: Contender, eager: Contender, batch: Batch) -> float:
 
 
 def main(dataset: Literal["citeseer", "cora", "computers"], root: Path) -> None:
-    """Print and write the row bench/results/epoch_time/DATASET.json."""
+    """Print and write the row bench/results/DEVICE/epoch_time/DATASET.json."""
     config = TrainConfig(dataset=dataset, root=root, seed=SEED, batch_size=BATCH_SIZE, **ANS_GT)
     graph = load_graph(dataset, root)
     builder = batches(config, graph)
