@@ -147,6 +147,8 @@ class ProjectedBias:
         for name, tensor in (("channels", self.channels), ("weight", self.weight)):
             if not tensor.is_floating_point():
                 raise ValueError(f"ProjectedBias {name} must be floating point, got {tensor.dtype}")
+        if self.channels.requires_grad:
+            raise ValueError("ProjectedBias channels are data and get no gradient; pass channels.detach()")
         batch, num_channels, rows, columns = self.channels.shape
         if self.weight.shape[1] != num_channels or not 1 <= num_channels <= MAX_CHANNELS:
             raise ValueError(

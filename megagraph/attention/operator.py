@@ -82,8 +82,9 @@ def biased_attention(
     if impl == "reference":
         out, lse = reference.biased_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
     else:
-        form, data, learned, mask = ("none", None, None, None) if bias is None else (
-            bias.form, bias.data, bias.learned, bias.mask)  # fmt: skip
+        form, data, learned, mask = "none", None, None, None
+        if bias is not None:
+            form, data, learned, mask = bias.form, bias.data, bias.learned, bias.mask
         out, lse = _attention(
             q, k, v, data, learned, mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl
         )  # fmt: skip
@@ -286,9 +287,9 @@ def _check_inputs(
                 "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
             )
         tensors["dropout_key"] = dropout_key
-    for name, x in tensors.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
     if not q.is_cuda and not torch.compiler.is_compiling():  # reading values would make a GPU wait
         _check_values(bias)
 

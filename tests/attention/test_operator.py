@@ -282,6 +282,10 @@ BAD_INPUTS = {
     ),
     "weight channels": (lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 3))), r"with C = 2 .*got \(2, 3\)"),
     "too many channels": (lambda: bad(bias=mg.ProjectedBias(torch.zeros(1, 17, 3, 5), torch.zeros(2, 17))), "1 to 16"),
+    "channels to be learned": (
+        lambda: bad(bias=mg.ProjectedBias(CHANNELS.clone().requires_grad_(), torch.zeros(2, 2))),
+        "channels are data and get no gradient; pass channels.detach()",
+    ),
     "non-finite channels": (
         lambda: bad(bias=mg.ProjectedBias(CHANNELS / 0, torch.zeros(2, 2))),
         "channels must be finite",
