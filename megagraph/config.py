@@ -103,6 +103,14 @@ class TrainConfig:
             return "projected" if self.batching == "ego" else "bucket"
         return self.bias
 
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == "fp64" else torch.float32
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Mixed precision, where it is asked for."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bf16")
+
     def torch_device(self) -> torch.device:
         """The device to train on.
 

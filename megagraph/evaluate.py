@@ -17,15 +17,6 @@ from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.run import Run
 
 
-def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """Mixed precision where the configuration asks for it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16")
-
-
-def parameter_dtype(config: TrainConfig) -> torch.dtype:
-    return torch.float64 if config.dtype == "fp64" else torch.float32
-
-
 def logits(model: nn.Module, batch: Batch, dropout_key: Tensor | None = None) -> Tensor:
     """Class scores [B, T, classes] of the rows that a batch reads out."""
     return model(
@@ -71,7 +62,7 @@ def class_probabilities(model: nn.Module, loader: Loader, config: TrainConfig) -
     total: np.ndarray | None = None
     for batch in loader.epoch(0):
         batch = batch.to(device, non_blocking=True)
-        with autocast(config, device):
+        with config.autocast(device):
             scores = logits(model, batch)
         probabilities = scores.float().softmax(dim=-1).flatten(0, 1).cpu().numpy()
         nodes = batch.target_nodes.flatten().cpu().numpy()
@@ -105,7 +96,7 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
         raise ValueError(
             f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
         )
-    model = HierarchicalGT(model_config).to(config.torch_device(), parameter_dtype(config))
+    model = HierarchicalGT(model_config).to(config.torch_device(), config.parameter_dtype)
     model.load_state_dict(opened.weights())
     loader = Loader(
         batches(config, graph),

@@ -1,6 +1,7 @@
 """A run folder: what a training run leaves behind, and nothing lost if it stops half-way.
 
-RUN/config.json        the TrainConfig, with the data set's features and classes in model.json beside it
+RUN/config.json        the TrainConfig
+    model.json         the ModelConfig: its sizes and those of the data set
     metrics.jsonl      one object a step and one an epoch, written as they happen
     model.safetensors  the weights of the best validation epoch so far
     summary.json       the result
@@ -38,7 +39,8 @@ class Run:
         """
         name = f"{Path(config.dataset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = config.out if config.out is not None else Path("runs") / name
-        if (folder / "config.json").exists():
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size:
             raise FileExistsError(f"{folder} holds a run already; pass another --out, or remove it")
         try:
             folder.mkdir(parents=True, exist_ok=True)

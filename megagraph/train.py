@@ -18,7 +18,7 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches
 from megagraph.data.datasets import Graph, Split, load_graph, random_split
 from megagraph.data.loader import Loader
-from megagraph.evaluate import accuracy, as_graph, autocast, batches, class_probabilities, logits, parameter_dtype
+from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, logits
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.run import Run
@@ -88,7 +88,7 @@ class Trainer:
         )
         run.write_model_config(model_config)
         torch.manual_seed(config.seed)
-        model = HierarchicalGT(model_config).to(device, parameter_dtype(config))
+        model = HierarchicalGT(model_config).to(device, config.parameter_dtype)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(
             f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} features, "
@@ -205,7 +205,7 @@ class _Epochs:
         num_targets = batch.num_targets
         batch = batch.to(self.device, non_blocking=True)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
-        with autocast(config, self.device):
+        with config.autocast(self.device):
             scores = logits(self.model, batch, keys)
         loss = loss_sum(scores, batch.labels) / num_targets
         self.optimizer.zero_grad()

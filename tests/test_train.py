@@ -105,7 +105,7 @@ def unwritable(tmp_path):
 
 def taken(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}')
     return {}
 
 
@@ -132,7 +132,7 @@ def test_bad_run(tmp_path, case):
     changes = changes(tmp_path) if callable(changes) else changes
     with pytest.raises(error, match=message):
         mg.Trainer(config(tmp_path, **changes)).fit()
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "model.json").exists()
 
 
 def test_bad_prediction(tmp_path, graph):

@@ -40,7 +40,7 @@ class GCNSettings:
     dropout: float
     learning_rate: float = 0.01
     weight_decay: float = 5e-4
-    epochs: int = 300
+    epochs: int = 200
 
 
 GCN: dict[str, GCNSettings] = {
