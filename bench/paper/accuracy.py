@@ -46,7 +46,7 @@ class GCNSettings:
 GCN: dict[str, GCNSettings] = {
     "citeseer": GCNSettings(hidden=64, dropout=0.5),
     "cora": GCNSettings(hidden=64, dropout=0.5),
-    "computers": GCNSettings(hidden=64, dropout=0.5),
+    "computers": GCNSettings(hidden=256, dropout=0.5, weight_decay=0.0),
 }
 
 

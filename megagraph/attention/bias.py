@@ -75,7 +75,8 @@ class BucketBias:
     """b[h, i, j] = table[h, index[i, j]]: Graphormer's spatial encoding (arXiv:2106.05234, Eq. 6).
 
     Args:
-        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend".
+        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". One beyond the table is an
+            error on the CPU and NaN on a GPU, which would have to wait for a check.
         table: learned, floating point [H, R], R <= 255.
     """
 

@@ -164,7 +164,7 @@ def score_bytes_seen(impl, B, H, N, form="bucket"):
     """(largest allocation, peak above the start, bytes of outputs and gradients) of one forward and backward."""
     problem = make_problem(form, N, N, 8, B=B, H=H, dtype=torch.float32, masked=False, padded=True, dropout_p=0.1)
     inputs = [x.requires_grad_() for x in problem.inputs]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         out = mg.biased_attention(
             *inputs[:3], problem.bias, key_padding_mask=problem.padding, dropout_p=0.1,
             dropout_key=problem.dropout_key, impl=impl,

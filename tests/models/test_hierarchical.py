@@ -125,3 +125,10 @@ def test_bucket_bias():
 def test_bad_config(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(CONFIG, **changes)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+def test_the_whole_model_compiles(model, batch):
+    key = mg.dropout_keys(0, 5, batch.sequence_ids)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled, batch, key), logits(model, batch, key))
