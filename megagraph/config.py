@@ -38,8 +38,8 @@ class TrainConfig:
     """Adjacency powers of a projected bias."""
     max_distance: int = 5
     """Hop distances that a bucket bias tells apart."""
-    dropout: float = 0.1
-    input_dropout: float = 0.1
+    dropout: float = 0.5
+    input_dropout: float = 0.5
     attention_dropout: float = 0.5
 
     batching: Literal["ego", "cluster"] = "ego"
@@ -57,14 +57,14 @@ class TrainConfig:
     super_nodes: int = 64
     """Super nodes of a cluster sequence."""
 
-    epochs: int = 10
+    epochs: int = 5
     max_steps: int | None = None
     """Stop after this many steps, whatever the epochs say."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """Peak; linear warm-up from 0, then linear decay to 0 at the last step."""
     warmup: float = 0.1
     """Part of all steps spent in warm-up."""
-    weight_decay: float = 0.01
+    weight_decay: float = 0.1
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     seed: int = 0
