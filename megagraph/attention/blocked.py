@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ class _Tile:
     rows: slice
     keys: slice
     columns: slice
+
+
+class _State(NamedTuple):
+    """Running max m, sum l [b, H, m] and unnormalised output acc [b, H, m, D] of some rows."""
+
+    m: Tensor
+    l: Tensor
+    acc: Tensor
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
@@ -101,9 +110,20 @@ def _masked_table(step: Step, dtype: torch.dtype) -> Tensor | None:
     return table
 
 
+def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast and laid out so that products of its tiles need no copies."""
+    return x.to(dtype).contiguous()
+
+
+def _scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """factor * x, as :func:`_contiguous`, in one pass."""
+    return torch.mul(x.to(dtype), factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
 def _scores(step: Step, tile: _Tile, scaled_q: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
     """scale * q k^T + b of one tile [b, H, m, n], -inf where masked."""
-    s = torch.matmul(scaled_q, k[tile.batch, :, tile.keys].to(scaled_q.dtype).transpose(-1, -2))
+    q_t, k_t = scaled_q[tile.batch, :, tile.rows], k[tile.batch, :, tile.keys]
+    s = torch.matmul(q_t, k_t.transpose(-1, -2))
     if step.form != "none":
         s += _bias(step, tile, table, s.dtype)
     if step.bias_mask is not None:
@@ -155,35 +175,40 @@ def attention_step(
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     table = _masked_table(step, compute)
+    scaled_q, k, v = _scaled(q, step.scale, compute), _contiguous(k, compute), _contiguous(v, compute)
     for batch, rows, tiles in _row_tiles(step, q):
         at = (batch, slice(None), rows)
-        scaled_q = q[at].to(compute) * step.scale
         row_key = _row_keys(step, batch, rows, q.shape[1])
-        if first:
-            m_t = torch.full_like(scaled_q[..., 0], -torch.inf)
-            l_t, acc_t = torch.zeros_like(m_t), torch.zeros_like(scaled_q)
-        else:
+        state = None
+        if not first:
             assert m is not None and l is not None and acc is not None
-            m_t, l_t, acc_t = m[at], l[at], acc[at]
+            state = _State(m[at], l[at], acc[at])
         for tile in tiles:
             s = _scores(step, tile, scaled_q, k, table)
-            m_new = torch.maximum(m_t, s.amax(dim=-1))
+            m_new = s.amax(dim=-1) if state is None else torch.maximum(state.m, s.amax(dim=-1))
             # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
             pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            rescale = (m_t - pivot).exp_()
             p = s.sub_(pivot.unsqueeze(-1)).exp_()
-            m_t, l_t = m_new, l_t * rescale + p.sum(dim=-1)
+            l_new = p.sum(dim=-1)
             if row_key is not None:
                 p *= _kept(step, tile, row_key, compute)
-            acc_t = acc_t * rescale.unsqueeze(-1) + torch.matmul(p, v[tile.batch, :, tile.keys].to(compute))
+            acc_new = torch.matmul(p, v[tile.batch, :, tile.keys])
+            if state is not None:
+                rescale = (state.m - pivot).exp_()
+                l_new += state.l * rescale
+                acc_new += state.acc * rescale.unsqueeze(-1)
+            state = _State(m_new, l_new, acc_new)
+        if state is None:  # the first step brings no keys
+            zeros = torch.zeros_like(scaled_q[at])
+            state = _State(zeros[..., 0] - torch.inf, zeros[..., 0], zeros)
         if last:
             assert out is not None and lse is not None
-            kept = l_t * (1.0 - step.dropout_p) if row_key is not None else l_t
-            out[at] = (acc_t / kept.masked_fill(l_t == 0.0, 1.0).unsqueeze(-1)).to(out.dtype)
-            lse[at] = m_t + l_t.log()
+            normaliser = state.l if row_key is None else state.l * (1.0 - step.dropout_p)
+            out[at] = state.acc / normaliser.masked_fill(state.l == 0.0, 1.0).unsqueeze(-1)
+            lse[at] = state.m + state.l.log()
         else:
             assert m is not None and l is not None and acc is not None
-            m[at], l[at], acc[at] = m_t, l_t, acc_t
+            m[at], l[at], acc[at] = state
 
 
 def attention_step_backward(
@@ -207,19 +232,19 @@ def attention_step_backward(
     """
     compute = dq.dtype
     table = _masked_table(step, compute)
+    scaled_q, k, v = _scaled(q, step.scale, compute), _contiguous(k, compute), _contiguous(v, compute)
+    keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
+    d_out = _scaled(d_out, keep_scale, compute)
     for batch, rows, tiles in _row_tiles(step, q):
         at = (batch, slice(None), rows)
-        scaled_q = q[at].to(compute) * step.scale
-        d_out_t = d_out[at].to(compute)
+        q_t, d_out_t = scaled_q[at], d_out[at]
         row_key = _row_keys(step, batch, rows, q.shape[1])
-        if row_key is not None:
-            d_out_t = d_out_t / (1.0 - step.dropout_p)
         pivot = lse[at].masked_fill(lse[at] == -torch.inf, 0.0).unsqueeze(-1)
         delta_t = delta[at].unsqueeze(-1)
         for tile in tiles:
             keys = (tile.batch, slice(None), tile.keys)
             p = _scores(step, tile, scaled_q, k, table).sub_(pivot).exp_()
-            dp = torch.matmul(d_out_t, v[keys].to(compute).transpose(-1, -2))
+            dp = torch.matmul(d_out_t, v[keys].transpose(-1, -2))
             p_kept = p
             if row_key is not None:
                 kept = _kept(step, tile, row_key, compute)
@@ -227,8 +252,8 @@ def attention_step_backward(
                 p_kept = kept.mul_(p)
             dv[keys] += torch.matmul(p_kept.transpose(-1, -2), d_out_t)
             ds = dp.sub_(delta_t).mul_(p)
-            dq[at].add_(torch.matmul(ds, k[keys].to(compute)), alpha=step.scale)
-            dk[keys] += torch.matmul(ds.transpose(-1, -2), scaled_q)
+            dq[at].add_(torch.matmul(ds, k[keys]), alpha=step.scale)
+            dk[keys] += torch.matmul(ds.transpose(-1, -2), q_t)
             if d_learned is not None:
                 _add_bias_gradient(step, tile, ds, d_learned)
 

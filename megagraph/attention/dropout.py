@@ -24,10 +24,10 @@ def dropout_threshold(p: float) -> int:
 
 def mix32(x: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finaliser, elementwise on int32."""
-    x = x ^ ((x >> 16) & 0xFFFF)  # the mask turns int32's arithmetic shift into a logical one
-    x = x.mul_(_MUL_1)
-    x = x.bitwise_xor_((x >> 13) & 0x7FFFF).mul_(_MUL_2)
-    return x.bitwise_xor_((x >> 16) & 0xFFFF)
+    # the masks turn int32's arithmetic shifts into logical ones; in place, because this runs once per score
+    x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(_MUL_1)
+    x = x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_MUL_2)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def _as_int32(value: int) -> int:
@@ -67,7 +67,7 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
 
 
 def hidden_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
-    """Dropout of hidden states x [B, N, d]; nothing is kept for backward but the key.
+    """Dropout of hidden states x [B, N, d]; one byte an element is kept for backward.
 
     Args:
         p: probability to drop, in [0, 1).
@@ -81,17 +81,14 @@ def hidden_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
 class _HiddenDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, p, key):
-        ctx.p = p
-        ctx.save_for_backward(key)
-        return x * _hidden_scale(x, p, key)
+        # rows are nodes, columns are channels, the head is 0
+        rows, columns = (torch.arange(n, device=x.device) for n in x.shape[1:])
+        keep = keep_mask(row_keys(key, 1, rows)[:, 0], columns, p).to(torch.uint8)
+        ctx.scale = 1.0 / (1.0 - p)
+        ctx.save_for_backward(keep)
+        return keep.to(x.dtype).mul_(x).mul_(ctx.scale)
 
     @staticmethod
     def backward(ctx, d_out):
-        (key,) = ctx.saved_tensors
-        return d_out * _hidden_scale(d_out, ctx.p, key), None, None
-
-
-def _hidden_scale(x: Tensor, p: float, key: Tensor) -> Tensor:
-    """0 or 1 / (1 - p) for every element of x [B, N, d]: rows are nodes, columns are channels, the head is 0."""
-    rows, columns = (torch.arange(n, device=x.device) for n in x.shape[1:])
-    return keep_mask(row_keys(key, 1, rows)[:, 0], columns, p).to(x.dtype).mul_(1.0 / (1.0 - p))
+        (keep,) = ctx.saved_tensors
+        return keep.to(d_out.dtype).mul_(d_out).mul_(ctx.scale), None, None

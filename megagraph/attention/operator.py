@@ -107,7 +107,7 @@ def _attention(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
     lse = torch.empty(q.shape[:-1], dtype=_state_dtype(q), device=q.device)
     if q.shape[2] == 0 or k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
@@ -123,7 +123,7 @@ def _attention(
 
 @_attention.register_fake
 def _(q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=_state_dtype(q))
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_state_dtype(q))
 
 
 @torch.library.custom_op("megagraph::biased_attention_backward", mutates_args=())
@@ -146,7 +146,7 @@ def _attention_backward(
     learned_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (_zeros_like(x, lse.dtype, impl) for x in (q, k, v))
     d_learned = None
     if learned_grad and learned is not None:
         d_learned = torch.zeros(learned.shape, dtype=lse.dtype, device=learned.device)
@@ -170,7 +170,7 @@ def _attention_backward(
 def _(d_out, lse, delta, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p,
       impl, learned_grad):  # fmt: skip
     d_learned = learned.new_empty(learned.shape) if learned_grad and learned is not None else q.new_empty(0)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_learned
+    return *(_zeros_like(x, x.dtype, impl) for x in (q, k, v)), d_learned
 
 
 def _setup_context(ctx, inputs, output):
@@ -194,6 +194,12 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 def _state_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
+
+
+def _zeros_like(x: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
+    """A gradient's accumulator: contiguous for the kernels, in x's own layout on the CPU."""
+    layout = torch.contiguous_format if impl == "triton" else torch.preserve_format
+    return torch.zeros_like(x, dtype=dtype, memory_format=layout)
 
 
 def _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p) -> Step:
