@@ -2,8 +2,8 @@
 
 The same contract as the Triton launchers: scores of the visiting keys are folded into a running max m, sum l and
 output acc (FlashAttention, arXiv:2205.14135, Alg. 1; logarithms are natural here), a compact bias is expanded one tile
-at a time, and the backward recomputes the scores from lse. Whatever B, H and N are, a score-sized temporary holds at
-most ``TILE_ELEMENTS`` elements and at most four of them are alive at a time.
+at a time, and the backward recomputes the scores from lse. Whatever B, H and N are, all score-sized temporaries
+together hold at most ``ELEMENTS_PER_THREAD`` elements per thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megagraph.attention.bias import MASKED_BUCKET
 from megagraph.attention.dropout import keep_mask, row_keys
 from megagraph.attention.step import Step
 
-TILE_ELEMENTS = 1 << 18  # 1 MiB in fp32: four of them stay in cache
+ELEMENTS_PER_THREAD = 1 << 20
+_TEMPORARIES = 4  # alive at a time in backward: p, dp, what dropout keeps, and the bias or a hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def _shifted(part: slice, start: int) -> slice:
 def _tile_sizes(step: Step, batch: int, heads: int, rows: int) -> tuple[int, int, int]:
     """(sequences, rows, keys) per tile; heads stay together because they share the bias data."""
     planes = max(heads, step.data.shape[1]) if step.form == "projected" and step.data is not None else heads
-    area = max(TILE_ELEMENTS // planes, 1)
+    area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (_TEMPORARIES * planes), 1)
     side = 1 << (area.bit_length() - 1) // 2  # square tiles read the fewest rows of q and k per score
     tile_keys = min(max(length for _, _, length in step.segments), side)
     tile_rows = min(rows, max(area // tile_keys, 1))
@@ -96,7 +97,8 @@ def _bias(step: Step, tile: _Tile, table: Tensor | None, dtype: torch.dtype) -> 
         assert table is not None
         values = table.index_select(1, data.flatten()).view(-1, *data.shape).transpose(0, 1)
     else:
-        values = torch.matmul(step.learned.to(dtype), data.to(dtype))
+        weight = step.learned.to(dtype).expand(data.shape[0], -1, -1)
+        values = torch.bmm(weight, data.to(dtype))  # matmul would fold the batch away, with two copies
     return values.unflatten(-1, (tile.rows.stop - tile.rows.start, -1))
 
 
@@ -138,14 +140,12 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
 
 
-def _row_keys(step: Step, batch: slice, rows: slice, heads: int) -> Tensor | None:
+def _row_keys(step: Step, q: Tensor) -> Tensor | None:
+    """Dropout keys of all rows, int32 [B, H, M]."""
     if step.dropout_key is None:
         return None
-    if step.row_ids is None:
-        row_ids = torch.arange(rows.start, rows.stop, device=step.dropout_key.device)
-    else:
-        row_ids = step.row_ids[rows]
-    return row_keys(step.dropout_key[batch], heads, row_ids)
+    row_ids = torch.arange(q.shape[2], device=q.device) if step.row_ids is None else step.row_ids
+    return row_keys(step.dropout_key, q.shape[1], row_ids)
 
 
 def _kept(step: Step, tile: _Tile, row_key: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,11 +174,10 @@ def attention_step(
     written unless ``last``; out [B, H, M, D] in q's dtype, lse [B, H, M].
     """
     compute = torch.promote_types(q.dtype, torch.float32)
-    table = _masked_table(step, compute)
+    table, row_key = _masked_table(step, compute), _row_keys(step, q)
     scaled_q, k, v = _scaled(q, step.scale, compute), _contiguous(k, compute), _contiguous(v, compute)
     for batch, rows, tiles in _row_tiles(step, q):
         at = (batch, slice(None), rows)
-        row_key = _row_keys(step, batch, rows, q.shape[1])
         state = None
         if not first:
             assert m is not None and l is not None and acc is not None
@@ -191,7 +190,7 @@ def attention_step(
             p = s.sub_(pivot.unsqueeze(-1)).exp_()
             l_new = p.sum(dim=-1)
             if row_key is not None:
-                p *= _kept(step, tile, row_key, compute)
+                p *= _kept(step, tile, row_key[at], compute)
             acc_new = torch.matmul(p, v[tile.batch, :, tile.keys])
             if state is not None:
                 rescale = (state.m - pivot).exp_()
@@ -231,14 +230,13 @@ def attention_step_backward(
     the shapes of q, k, v and ``step.learned``. ``d_learned`` None: not wanted.
     """
     compute = dq.dtype
-    table = _masked_table(step, compute)
+    table, row_key = _masked_table(step, compute), _row_keys(step, q)
     scaled_q, k, v = _scaled(q, step.scale, compute), _contiguous(k, compute), _contiguous(v, compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
     d_out = _scaled(d_out, keep_scale, compute)
     for batch, rows, tiles in _row_tiles(step, q):
         at = (batch, slice(None), rows)
         q_t, d_out_t = scaled_q[at], d_out[at]
-        row_key = _row_keys(step, batch, rows, q.shape[1])
         pivot = lse[at].masked_fill(lse[at] == -torch.inf, 0.0).unsqueeze(-1)
         delta_t = delta[at].unsqueeze(-1)
         for tile in tiles:
@@ -247,7 +245,7 @@ def attention_step_backward(
             dp = torch.matmul(d_out_t, v[keys].transpose(-1, -2))
             p_kept = p
             if row_key is not None:
-                kept = _kept(step, tile, row_key, compute)
+                kept = _kept(step, tile, row_key[at], compute)
                 dp *= kept
                 p_kept = kept.mul_(p)
             dv[keys] += torch.matmul(p_kept.transpose(-1, -2), d_out_t)

@@ -50,7 +50,7 @@ def small_tiles(monkeypatch):
     """16 x 16 tiles, so that small problems have many."""
     sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
     monkeypatch.setattr(kernels, "_block_sizes", lambda *args, **kwargs: sizes)
-    monkeypatch.setattr(blocked, "TILE_ELEMENTS", 16 * 16)
+    monkeypatch.setattr(blocked, "ELEMENTS_PER_THREAD", 16 * 16)
 
 
 def one_step(N):
