@@ -54,9 +54,9 @@ def _tile_sizes(step: Step, batch: int, heads: int, rows: int) -> tuple[int, int
     planes = max(heads, step.data.shape[1]) if step.form == "projected" and step.data is not None else heads
     area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (_TEMPORARIES * planes), 1)
     side = 1 << (area.bit_length() - 1) // 2  # square tiles read the fewest rows of q and k per score
-    tile_keys = min(max(length for _, _, length in step.segments), side)
-    tile_rows = min(rows, max(area // tile_keys, 1))
-    return min(batch, max(area // (tile_keys * tile_rows), 1)), tile_rows, tile_keys
+    tile_keys = max(min(max(length for _, _, length in step.segments), side), 1)
+    tile_rows = max(min(rows, area // tile_keys), 1)
+    return max(min(batch, area // (tile_keys * tile_rows)), 1), tile_rows, tile_keys
 
 
 def _row_tiles(step: Step, q: Tensor) -> Iterator[tuple[slice, slice, list[_Tile]]]:
@@ -64,15 +64,12 @@ def _row_tiles(step: Step, q: Tensor) -> Iterator[tuple[slice, slice, list[_Tile
     tile_batch, tile_rows, tile_keys = _tile_sizes(step, *q.shape[:3])
     for batch in _chunks(q.shape[0], tile_batch):
         for rows in _chunks(q.shape[2], tile_rows):
-            yield (
-                batch,
-                rows,
-                [
-                    _Tile(batch, rows, _shifted(part, key_start), _shifted(part, column_start))
-                    for key_start, column_start, length in step.segments
-                    for part in _chunks(length, tile_keys)
-                ],
-            )
+            tiles = [
+                _Tile(batch, rows, _shifted(part, key_start), _shifted(part, column_start))
+                for key_start, column_start, length in step.segments
+                for part in _chunks(length, tile_keys)
+            ]
+            yield batch, rows, tiles
 
 
 def _per_batch(tensor: Tensor, batch: slice) -> Tensor:

@@ -276,3 +276,12 @@ def test_nothing_to_attend(M, N):
     got = run_steps(problem)
     assert got["out"].eq(0).all() and got["lse"].eq(-torch.inf).all()
     assert all(got[name].eq(0).all() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_step_may_bring_no_keys(impl):
+    """A rank without regular rows sends an empty block, in the first step or a later one."""
+    problem = make_problem("bucket", 17, 33, 8, B=1)
+    keys, nothing = torch.arange(33, device=DEVICE), torch.arange(0, device=DEVICE)
+    for steps in ([(nothing, [(0, 0, 0)]), (keys, [(0, 0, 33)])], [(keys, [(0, 0, 33)]), (nothing, [(0, 33, 0)])]):
+        assert_matches(run_steps(problem, steps, impl=impl), problem)
