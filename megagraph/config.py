@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from megagraph.models.config import ModelConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -77,25 +79,40 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least = {
-            1: ("layers", "dim", "ffn_dim", "heads", "channels", "max_distance", "batch_size", "sample_nodes",
-                "samples", "sequence_nodes", "super_nodes", "epochs"),
-            0: ("global_tokens", "seed", "workers", "learning_rate", "weight_decay"),
+            1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "super_nodes",
+                "epochs"),
+            0: ("seed", "workers", "learning_rate", "weight_decay"),
         }  # fmt: skip
         for low, names in at_least.items():
             for name in names:
                 if getattr(self, name) < low:
                     raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        for name in ("dropout", "input_dropout", "attention_dropout", "warmup"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0.0 <= self.warmup < 1.0:
+            raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         if not 0.0 < self.super_ratio <= 1.0:
             raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
         if self.clip_norm <= 0.0:
             raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
-        if self.dim % self.heads:
-            raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
+        self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model
+
+    def model_config(self, *, in_features: int, num_classes: int, bias_size: int) -> ModelConfig:
+        """The model to train on data of these sizes."""
+        return ModelConfig(
+            in_features=in_features,
+            num_classes=num_classes,
+            layers=self.layers,
+            dim=self.dim,
+            ffn_dim=self.ffn_dim,
+            heads=self.heads,
+            global_tokens=self.global_tokens,
+            bias=self.bias_form,
+            bias_size=bias_size,
+            dropout=self.dropout,
+            input_dropout=self.input_dropout,
+            attention_dropout=self.attention_dropout,
+        )
 
     @property
     def bias_form(self) -> Literal["projected", "bucket"]:

@@ -46,30 +46,43 @@ def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
     )
 
 
-def as_graph(data: Any) -> Graph:
-    """A :class:`Graph` as it is, anything else by the attributes of ``torch_geometric.data.Data``."""
+def make_loader(
+    config: TrainConfig, builder: EgoBatches | ClusterBatches, nodes: np.ndarray, *, shuffle: bool = False
+) -> Loader:
+    """Batches in which the labels of ``nodes`` count."""
+    return Loader(
+        builder,
+        nodes,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        shuffle=shuffle,
+        num_workers=config.workers,
+    )
+
+
+def as_graph(data: Any, config: TrainConfig) -> Graph:
+    """``None`` is the configured data set; what is no :class:`Graph` is read as a ``torch_geometric.data.Data``."""
+    if data is None:
+        return load_graph(config.dataset, config.root, seed=config.seed)
     return data if isinstance(data, Graph) else Graph.from_data(data)
 
 
 @torch.inference_mode()
-def class_probabilities(model: nn.Module, loader: Loader, config: TrainConfig) -> np.ndarray:
+def class_probabilities(model: HierarchicalGT, loader: Loader, config: TrainConfig) -> np.ndarray:
     """Mean of softmax over all sequences of a node, fp32 [V, classes]; rows of nodes that were not read out are 0.
 
     ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability.
     """
     device = next(model.parameters()).device
     model.eval()
-    total: np.ndarray | None = None
+    total = np.zeros((loader.num_nodes, model.config.num_classes), np.float32)
     for batch in loader.epoch(0):
         batch = batch.to(device, non_blocking=True)
         with config.autocast(device):
             scores = logits(model, batch)
         probabilities = scores.float().softmax(dim=-1).flatten(0, 1).cpu().numpy()
         nodes = batch.target_nodes.flatten().cpu().numpy()
-        if total is None:
-            total = np.zeros((loader.num_nodes, probabilities.shape[1]), np.float32)
         np.add.at(total, nodes[nodes >= 0], probabilities[nodes >= 0])
-    assert total is not None
     return total / np.maximum(total.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
@@ -91,19 +104,12 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
     """
     opened = Run.open(run)
     config, model_config = opened.config, opened.model_config
-    graph = load_graph(config.dataset, config.root, seed=config.seed) if data is None else as_graph(data)
+    graph = as_graph(data, config)
     if graph.in_features != model_config.in_features:
         raise ValueError(
             f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
         )
     model = HierarchicalGT(model_config).to(config.torch_device(), config.parameter_dtype)
     model.load_state_dict(opened.weights())
-    loader = Loader(
-        batches(config, graph),
-        np.arange(graph.num_nodes),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        shuffle=False,
-        num_workers=config.workers,
-    )
-    return class_probabilities(model, loader, config)
+    nodes = np.arange(graph.num_nodes)
+    return class_probabilities(model, make_loader(config, batches(config, graph), nodes), config)

@@ -16,10 +16,8 @@ from megagraph import plots
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches
-from megagraph.data.datasets import Graph, Split, load_graph, random_split
-from megagraph.data.loader import Loader
-from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, logits
-from megagraph.models.config import ModelConfig
+from megagraph.data.datasets import Graph, Split, random_split
+from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, logits, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.run import Run
 
@@ -60,31 +58,20 @@ class Trainer:
             data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
 
         Raises:
-            ValueError: bad data or configuration; nothing has been trained or written by then.
+            ValueError: bad data or configuration; nothing has been trained by then.
             FileExistsError, OSError: the run folder is taken, or cannot be written.
         """
         config = self.config
         device = config.torch_device()
-        graph = load_graph(config.dataset, config.root, seed=config.seed) if data is None else as_graph(data)
+        graph = as_graph(data, config)
         split = choose_split(graph, config)
         run = Run.create(config)
 
         started = time.perf_counter()
         builder = batches(config, graph)
         preprocess_seconds = time.perf_counter() - started
-        model_config = ModelConfig(
-            in_features=graph.in_features,
-            num_classes=graph.num_classes,
-            layers=config.layers,
-            dim=config.dim,
-            ffn_dim=config.ffn_dim,
-            heads=config.heads,
-            global_tokens=config.global_tokens,
-            bias=config.bias_form,
-            bias_size=builder.structure.size,
-            dropout=config.dropout,
-            input_dropout=config.input_dropout,
-            attention_dropout=config.attention_dropout,
+        model_config = config.model_config(
+            in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
         )
         run.write_model_config(model_config)
         torch.manual_seed(config.seed)
@@ -141,23 +128,13 @@ class _Epochs:
         builder: EgoBatches | ClusterBatches,
         graph: Graph,
         split: Split,
-        model: nn.Module,
+        model: HierarchicalGT,
         run: Run,
     ) -> None:
-        def loader(nodes: np.ndarray, shuffle: bool) -> Loader:
-            return Loader(
-                builder,
-                nodes,
-                batch_size=config.batch_size,
-                seed=config.seed,
-                shuffle=shuffle,
-                num_workers=config.workers,
-            )
-
         self.config, self.graph, self.split, self.model, self.run_folder = config, graph, split, model, run
         self.device = next(model.parameters()).device
-        self.train_loader = loader(split.train, shuffle=True)
-        self.eval_loader = loader(np.concatenate([split.val, split.test]), shuffle=False)
+        self.train_loader = make_loader(config, builder, split.train, shuffle=True)
+        self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]))
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )

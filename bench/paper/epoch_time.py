@@ -3,9 +3,9 @@
     python -m bench.paper.epoch_time --dataset citeseer --root DATA
 
 The eager model does what ANS-GT does: it projects the raw features of every occurrence of a node, holds dense scores
-and probabilities [B, H, N, N] in every layer, and computes all rows of the last layer though one is read out. Losses
-and gradients of both are compared first, without dropout; then epochs are timed with dropout on (nn.Dropout in the
-eager model), the two interleaved batch by batch.
+and probabilities [B, H, N, N] in every layer, and computes all rows of the last layer though one is read out. The loss
+and the gradient of the input projection are compared first, without dropout; then epochs are timed with dropout on
+(nn.Dropout in the eager model), the two interleaved batch by batch.
 
 Fixed: ANS-GT's configuration, seed 0, random 60/20/20 split, batches of 32 targets (256 sequences), AdamW, fp32,
 3 epochs after 5 warm-up steps; the loader's time counts for both and is paid once.

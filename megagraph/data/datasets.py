@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import scipy.sparse as sp
@@ -194,6 +193,8 @@ def _ogb(root: Path, name: str) -> Graph:
         from ogb.nodeproppred import NodePropPredDataset
     except ImportError as error:
         raise ImportError(f"{name} is read by the ogb package: pip install 'megagraph[ogb]'") from error
+    from unittest.mock import patch
+
     # ogb reads its own pickled arrays with torch.load, which has refused them by default since torch 2.6
     with patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"):
         dataset = NodePropPredDataset(name, str(root))
