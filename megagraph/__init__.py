@@ -2,8 +2,10 @@
 
 from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.dropout import dropout_keys
+from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.operator import biased_attention
+from megagraph.attention.ring import ring_attention
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import Graph
 from megagraph.evaluate import predict
@@ -20,10 +22,12 @@ __all__ = [
     "Graph",
     "HierarchicalGT",
     "ModelConfig",
+    "NodeLayout",
     "ProjectedBias",
     "TrainConfig",
     "Trainer",
     "biased_attention",
     "dropout_keys",
     "predict",
+    "ring_attention",
 ]

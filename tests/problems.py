@@ -91,6 +91,16 @@ def make_problem(
     return to(problem, DEVICE)
 
 
+def hide_row(bias: Bias, row: int, hidden: Tensor) -> None:
+    """Mask the hidden columns of one row, in place."""
+    if bias.form == "dense":
+        bias.values[:, :, row] = bias.values.new_zeros(len(hidden)).masked_fill(hidden, -torch.inf)
+    elif bias.form == "bucket":
+        bias.index[:, row] = hidden.to(torch.uint8) * 255
+    else:
+        bias.mask[:, row] = hidden
+
+
 def to(problem: Problem, device=None, dtype=None) -> Problem:
     """The problem on another device, its floating point tensors in another dtype."""
 

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.operator import Impl, biased_attention
+from megagraph.attention.layout import NodeLayout
+from megagraph.attention.operator import Impl
+from megagraph.attention.ring import ring_attention
 
 
 class BiasedRingAttention(nn.Module):
-    r"""Multi-head self-attention with an additive graph bias.
+    r"""Multi-head self-attention with an additive graph bias, nodes spread over a context-parallel (CP) group.
 
     .. math:: O_i = \mathrm{softmax}(Q_i K^\top / \sqrt{D} + b_i)\, V        (paper Eq. 1-2)
+
+    Every rank passes its S rows and the bias of its rows, and gets its rows; gradients of the parameters are shares,
+    to be summed over the group. On one rank S = N and nothing is sent.
 
     Args:
         embed_dim: width E of the input and output.
         num_heads: attention heads H; must divide ``embed_dim``.
         dropout: probability to drop an attention weight in training.
         bias: learn an offset in the query, value and output projections; keys have none, it cancels in the softmax.
+        mesh: the CP group, a ``DeviceMesh`` of one dim; ``None`` for one rank.
         impl: see :func:`megagraph.biased_attention`.
 
     Shapes:
-        x:         [B, N, E]
-        attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; M = ``num_queries`` or N
+        x:         [B, S, E]
+        attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; M = ``num_queries`` or S
         returns    [B, M, E]
 
+    Memory: S * N entries of a compact bias, two blocks of k and v in flight, no scores.
+    Communication per rank: (P - 1) * 2 * B * R * E elements forward, that and P * 2 * B * R * E more backward.
+
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``; a shape above does not hold.
+        ValueError: ``num_heads`` does not divide ``embed_dim``; a shape above does not hold; on a mesh of several
+            ranks ``layout``, or ``dropout_key`` in training, is missing.
     """
 
     def __init__(
@@ -37,6 +48,7 @@ class BiasedRingAttention(nn.Module):
         *,
         dropout: float = 0.0,
         bias: bool = True,
+        mesh: DeviceMesh | None = None,
         impl: Impl | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -46,6 +58,7 @@ class BiasedRingAttention(nn.Module):
             raise ValueError(f"num_heads must divide embed_dim = {embed_dim}, got {num_heads}")
         self.num_heads = num_heads
         self.dropout = dropout
+        self.mesh = mesh
         self.impl = impl
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias=False, device=device, dtype=dtype)
@@ -57,6 +70,7 @@ class BiasedRingAttention(nn.Module):
         x: Tensor,
         attn_bias: Bias | Tensor | None = None,
         *,
+        layout: NodeLayout | None = None,
         key_padding_mask: Tensor | None = None,
         dropout_key: Tensor | None = None,
         num_queries: int | None = None,
@@ -64,19 +78,35 @@ class BiasedRingAttention(nn.Module):
         """Attend.
 
         Args:
+            layout: which nodes the rows are; ``None``: all of them, on one rank.
             key_padding_mask: bool [B, N], True = ignore.
             dropout_key: int32 [B], see :func:`megagraph.dropout_keys`; ``None`` in training draws one from the default
-                generator. Not used in evaluation.
-            num_queries: compute the first M rows only; ``attn_bias`` then has M rows.
+                generator, on one rank. Not used in evaluation.
+            num_queries: compute the first M local rows only; ``attn_bias`` then has M rows.
         """
+        world_size = 1 if self.mesh is None else self.mesh.size()
+        if layout is None:
+            if world_size > 1:
+                raise ValueError(
+                    f"layout is needed on a mesh of {world_size} ranks; "
+                    "pass NodeLayout(num_nodes, num_super, mesh.get_local_rank(), mesh.size())"
+                )
+            layout = NodeLayout(x.shape[1], 0)
         dropout_p = self.dropout if self.training else 0.0
         if dropout_p > 0.0 and dropout_key is None:
+            if world_size > 1:
+                raise ValueError(
+                    f"dropout_key is needed in training on a mesh of {world_size} ranks, which must drop alike; "
+                    "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
+                )
             dropout_key = torch.randint(-(2**31), 2**31, (x.shape[0],), dtype=torch.int32, device=x.device)
-        out = biased_attention(
+        out = ring_attention(
             self._heads(self.q_proj(x[:, :num_queries])),
             self._heads(self.k_proj(x)),
             self._heads(self.v_proj(x)),
             attn_bias,
+            layout=layout,
+            mesh=self.mesh,
             key_padding_mask=key_padding_mask,
             dropout_p=dropout_p,
             dropout_key=dropout_key,
@@ -85,5 +115,5 @@ class BiasedRingAttention(nn.Module):
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, N, E] -> [B, H, N, D]."""
+        """[B, S, E] -> [B, H, S, D]."""
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)

@@ -1,16 +1,21 @@
-"""``biased_attention``: its contract, its registration with PyTorch, and the choice of implementation."""
+"""The attention operators: their contract, their registration with PyTorch, and the choice of implementation.
+
+``biased_attention`` is functional: autograd, opcheck, compilation. ``attention_step_`` and ``attention_step_backward_``
+are one step of a ring; they advance their state in place and have no autograd, as torch.library refuses both together.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from megagraph.attention import blocked, reference
 from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 
 Impl = Literal["triton", "blocked", "reference"]
@@ -72,23 +77,161 @@ def biased_attention(
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
     """
-    if isinstance(bias, Tensor):
-        bias = DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
-    _check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
-    impl = _choose_impl(impl, q)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if dropout_p == 0.0:
-        dropout_key = None
-    if impl == "reference":
-        out, lse = reference.biased_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
-    else:
-        form, data, learned, mask = "none", None, None, None
-        if bias is not None:
-            form, data, learned, mask = bias.form, bias.data, bias.learned, bias.mask
-        out, lse = _attention(
-            q, k, v, data, learned, mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl
-        )  # fmt: skip
+    bias = as_bias(bias)
+    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
+    out, lse = attention(step, q, k, v, bias, choose_impl(impl, q))
     return (out, lse) if return_lse else out
+
+
+def as_bias(bias: Bias | Tensor | None) -> Bias | None:
+    """A float tensor of 2 to 4 dimensions is a dense bias."""
+    if isinstance(bias, Tensor):
+        return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
+    return bias
+
+
+def make_step(
+    q: Tensor,
+    bias: Bias | None,
+    key_padding_mask: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_key: Tensor | None,
+) -> Step:
+    """The arguments of a call, checked, as a step that has no keys yet."""
+    return Step(
+        form="none" if bias is None else bias.form,
+        data=None if bias is None else bias.data,
+        learned=None if bias is None else bias.learned,
+        bias_mask=None if bias is None else bias.mask,
+        key_padding_mask=key_padding_mask,
+        segments=[],
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        dropout_p=dropout_p,
+        dropout_key=None if dropout_p == 0.0 else dropout_key,
+    )
+
+
+def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, impl: Impl) -> tuple[Tensor, Tensor]:
+    """out and lse with all keys on one rank; differentiable."""
+    if impl == "reference":
+        return reference.biased_attention(
+            q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
+        )
+    return _attention(
+        q, k, v, step.data, step.learned, step.bias_mask, step.key_padding_mask, step.dropout_key,
+        step.form, step.scale, step.dropout_p, impl,
+    )  # fmt: skip
+
+
+def attend(step: Step, q: Tensor, k: Tensor, v: Tensor, *, impl: Impl, **state) -> None:
+    """:func:`attention_step_` of a :class:`Step`."""
+    attention_step_(q, k, v, *step.flat(), impl=impl, **state)
+
+
+def attend_backward(step: Step, q: Tensor, k: Tensor, v: Tensor, *, impl: Impl, **gradients) -> None:
+    """:func:`attention_step_backward_` of a :class:`Step`."""
+    attention_step_backward_(q, k, v, *step.flat(), impl=impl, **gradients)
+
+
+@torch.library.custom_op("megagraph::attention_step_", mutates_args=("m", "l", "acc", "out", "lse"))
+def attention_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    form: str,
+    data: Tensor | None,
+    learned: Tensor | None,
+    bias_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    segments: list[int],
+    scale: float,
+    dropout_p: float,
+    dropout_key: Tensor | None,
+    row_ids: Tensor | None,
+    impl: str,
+    first: bool,
+    last: bool,
+    m: Tensor | None,
+    l: Tensor | None,
+    acc: Tensor | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> None:
+    """Fold the visiting keys into the state (paper Eq. 3); the last step writes ``out`` and ``lse`` instead.
+
+    q [B, H, M, D]; k, v [B, H, n, D]; the next ten arguments are a :class:`Step`, its segments in one list. m, l
+    [B, H, M] and acc [B, H, M, D], contiguous, fp32 or fp64, are read unless ``first`` and written unless ``last``;
+    out [B, H, M, D] and lse [B, H, M] are written if ``last``.
+    """
+    step = Step.from_flat(
+        form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
+    )
+    state: dict[str, Any] = {"first": first, "last": last, "m": m, "l": l, "acc": acc, "out": out, "lse": lse}
+    if q.numel() == 0:
+        return
+    if impl == "triton":
+        from megagraph.kernels.biased_attention import launch_step_fwd
+
+        launch_step_fwd(q, k, v, **vars(step), **state)
+    else:
+        blocked.attention_step(step, q, k, v, **state)
+
+
+@torch.library.custom_op("megagraph::attention_step_backward_", mutates_args=("dq", "dk", "dv", "d_learned"))
+def attention_step_backward_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    form: str,
+    data: Tensor | None,
+    learned: Tensor | None,
+    bias_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    segments: list[int],
+    scale: float,
+    dropout_p: float,
+    dropout_key: Tensor | None,
+    row_ids: Tensor | None,
+    impl: str,
+    d_out: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    d_learned: Tensor | None,
+) -> None:
+    """Add one visiting block's gradients into dq, dk, dv and d_learned (``None``: not wanted).
+
+    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse; the accumulators are
+    contiguous, fp32 or fp64, and shaped as q, k, v and ``learned``.
+    """
+    step = Step.from_flat(
+        form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
+    )
+    gradients: dict[str, Any] = {
+        "d_out": d_out, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned
+    }  # fmt: skip
+    if q.numel() == 0:
+        return
+    if impl == "triton":
+        from megagraph.kernels.biased_attention import launch_step_bwd
+
+        launch_step_bwd(q, k, v, **vars(step), **gradients)
+    else:
+        blocked.attention_step_backward(step, q, k, v, **gradients)
+
+
+@attention_step_.register_fake
+def _(*args, **kwargs):
+    return None
+
+
+@attention_step_backward_.register_fake
+def _(*args, **kwargs):
+    return None
 
 
 @torch.library.custom_op("megagraph::biased_attention", mutates_args=())
@@ -108,22 +251,19 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
     out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
-    lse = torch.empty(q.shape[:-1], dtype=_state_dtype(q), device=q.device)
-    if q.shape[2] == 0 or k.shape[2] == 0:
+    lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
+    if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    step = _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p)
-    if impl == "triton":
-        from megagraph.kernels.biased_attention import launch_step_fwd
-
-        launch_step_fwd(q, k, v, **vars(step), first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
-    else:
-        blocked.attention_step(step, q, k, v, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
+    attention_step_(
+        q, k, v, form, data, learned, bias_mask, key_padding_mask, [0, 0, k.shape[2]], scale, dropout_p, dropout_key,
+        None, impl=impl, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse,
+    )  # fmt: skip
     return out, lse
 
 
 @_attention.register_fake
 def _(q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl):
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_state_dtype(q))
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=state_dtype(q))
 
 
 @torch.library.custom_op("megagraph::biased_attention_backward", mutates_args=())
@@ -146,22 +286,15 @@ def _attention_backward(
     learned_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    dq, dk, dv = (_zeros_like(x, lse.dtype, impl) for x in (q, k, v))
+    dq, dk, dv = (zeros_like(x, lse.dtype, impl) for x in (q, k, v))
     d_learned = None
     if learned_grad and learned is not None:
         d_learned = torch.zeros(learned.shape, dtype=lse.dtype, device=learned.device)
-    if q.shape[2] and k.shape[2]:
-        step = _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p)
-        if impl == "triton":
-            from megagraph.kernels.biased_attention import launch_step_bwd
-
-            launch_step_bwd(
-                q, k, v, **vars(step), d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned
-            )
-        else:
-            blocked.attention_step_backward(
-                step, q, k, v, d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned
-            )
+    if k.shape[2]:
+        attention_step_backward_(
+            q, k, v, form, data, learned, bias_mask, key_padding_mask, [0, 0, k.shape[2]], scale, dropout_p,
+            dropout_key, None, impl=impl, d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned,
+        )  # fmt: skip
     d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_learned
 
@@ -170,7 +303,7 @@ def _attention_backward(
 def _(d_out, lse, delta, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p,
       impl, learned_grad):  # fmt: skip
     d_learned = learned.new_empty(learned.shape) if learned_grad and learned is not None else q.new_empty(0)
-    return *(_zeros_like(x, x.dtype, impl) for x in (q, k, v)), d_learned
+    return *(zeros_like(x, x.dtype, impl) for x in (q, k, v)), d_learned
 
 
 def _setup_context(ctx, inputs, output):
@@ -180,11 +313,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, d_out, d_lse):
     *tensors, out, lse = ctx.saved_tensors
-    # ds = p * (dp - delta); a gradient that reaches lse enters with the opposite sign of delta
-    delta = (d_out.to(lse.dtype) * out).sum(dim=-1) - d_lse
     learned_grad = ctx.needs_input_grad[4]
     dq, dk, dv, d_learned = _attention_backward(
-        d_out, lse, delta, *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl, learned_grad
+        d_out, lse, row_delta(d_out, out, d_lse), *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl, learned_grad
     )
     return dq, dk, dv, None, d_learned if learned_grad else None, *(None,) * 7
 
@@ -192,50 +323,44 @@ def _backward(ctx, d_out, d_lse):
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _state_dtype(q: Tensor) -> torch.dtype:
+def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+    """What the softmax subtracts in ds = p * (dp - delta), [B, H, M]; a gradient of lse enters with the other sign."""
+    return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
+
+
+def state_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def _zeros_like(x: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
+def zeros_like(x: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
     """A gradient's accumulator: contiguous for the kernels, in x's own layout on the CPU."""
     layout = torch.contiguous_format if impl == "triton" else torch.preserve_format
     return torch.zeros_like(x, dtype=dtype, memory_format=layout)
 
 
-def _whole_step(k, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p) -> Step:
-    return Step(
-        form=form,
-        data=data,
-        learned=learned,
-        bias_mask=bias_mask,
-        key_padding_mask=key_padding_mask,
-        segments=[(0, 0, k.shape[2])],
-        scale=scale,
-        dropout_p=dropout_p,
-        dropout_key=dropout_key,
-    )
-
-
-def _choose_impl(impl: Impl | None, q: Tensor) -> Impl:
+def choose_impl(impl: Impl | None, q: Tensor, world_size: int = 1) -> Impl:
+    """The implementation to run: the one asked for, or by device."""
     if impl is None:
         impl = "triton" if q.is_cuda else "blocked"
     if impl not in ("triton", "blocked", "reference"):
         raise ValueError(f"impl must be 'triton', 'blocked', 'reference' or None, got {impl!r}")
+    reasons = []
     if impl == "triton":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        reasons = []
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (it has wheels for Linux only)")
         if not q.is_cuda and not interpreted:
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
-        if reasons:
-            raise NotImplementedError("impl='triton' cannot run these inputs:\n  " + "\n  ".join(reasons))
+    if impl == "reference" and world_size > 1:
+        reasons.append(f"it needs all keys on one rank, not on {world_size}; use impl='blocked' or 'triton'")
+    if reasons:
+        raise NotImplementedError(f"impl={impl!r} cannot run these inputs:\n  " + "\n  ".join(reasons))
     return impl
 
 
-def _check_inputs(
+def check_inputs(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,7 +368,9 @@ def _check_inputs(
     key_padding_mask: Tensor | None,
     dropout_p: float,
     dropout_key: Tensor | None,
+    layout: NodeLayout | None = None,
 ) -> None:
+    """Raise ValueError for what does not fit; with a ``layout``, k and v are one rank's rows of the N columns."""
     if q.ndim != 4:
         raise ValueError(f"q must have shape [B, H, M, D], got {tuple(q.shape)}")
     batch, heads, rows, head_dim = q.shape
@@ -251,15 +378,22 @@ def _check_inputs(
         raise ValueError(f"the head dim D must be 1 to {MAX_HEAD_DIM}, got {head_dim}")
     if not q.is_floating_point():
         raise ValueError(f"q must be floating point, got {q.dtype}")
-    columns = k.shape[2] if k.ndim == 4 else -1
+    if layout is not None:
+        keys, columns, axis = layout.num_local, layout.num_columns, "S"
+    else:
+        keys = columns = k.shape[2] if k.ndim == 4 else -1
+        axis = "N"
     for name, x in (("k", k), ("v", v)):
-        if x.ndim != 4 or x.shape != (batch, heads, columns, head_dim):
+        if x.ndim != 4 or x.shape != (batch, heads, keys, head_dim):
             raise ValueError(
-                f"{name} must have shape [B, H, N, D] = [{batch}, {heads}, {columns if columns >= 0 else 'N'}, "
+                f"{name} must have shape [B, H, {axis}, D] = [{batch}, {heads}, {keys if keys >= 0 else axis}, "
                 f"{head_dim}], got {tuple(x.shape)}"
             )
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+    if layout is not None and rows > keys:
+        raise ValueError(f"q must have at most the S = {keys} rows of this rank, got {rows}")
 
     tensors: dict[str, Tensor | None] = {"k": k, "v": v}
     if bias is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -25,3 +25,14 @@ class Step:
     dropout_p: float
     dropout_key: Tensor | None  # int32 [B]
     row_ids: Tensor | None = None  # global row of each local row; None: the same
+
+    def flat(self) -> tuple:
+        """The fields in order, as arguments of an operator, which takes no list of tuples."""
+        values = vars(self) | {"segments": [number for segment in self.segments for number in segment]}
+        return tuple(values.values())
+
+    @classmethod
+    def from_flat(cls, *values) -> Step:
+        step = dict(zip((field.name for field in fields(cls)), values, strict=True))
+        numbers = iter(step["segments"])
+        return cls(**step | {"segments": list(zip(numbers, numbers, numbers, strict=True))})

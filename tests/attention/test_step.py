@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention import blocked
-from megagraph.attention.bias import Bias, DenseBias
+from megagraph.attention.bias import DenseBias
 from megagraph.attention.step import Step
 from tests.problems import (
     DEVICE,
@@ -24,6 +24,7 @@ from tests.problems import (
     Problem,
     assert_matches,
     expected,
+    hide_row,
     make_problem,
     to,
     with_learned,
@@ -167,16 +168,6 @@ def test_ring_of_steps(form, num_steps, impl, small_tiles):
     for name in by_row:
         got[name] = got[name][:, :, rows.argsort()]
     assert_matches(got, problem)
-
-
-def hide_row(bias: Bias, row: int, hidden: Tensor) -> None:
-    """Mask the hidden columns of one row, in place."""
-    if bias.form == "dense":
-        bias.values[:, :, row] = bias.values.new_zeros(len(hidden)).masked_fill(hidden, -torch.inf)
-    elif bias.form == "bucket":
-        bias.index[:, row] = hidden.to(torch.uint8) * 255
-    else:
-        bias.mask[:, row] = hidden
 
 
 @pytest.mark.parametrize(

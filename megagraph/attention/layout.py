@@ -1,0 +1,165 @@
+"""How the nodes of a sequence lie on the ranks of a context-parallel (CP) group (paper Sec. 3.2).
+
+Regular nodes are cut into P blocks of R = ceil(N' / P); super nodes are on every rank:
+
+    columns, the same everywhere    0 ......................... N'-1 | N' ... N'+N_s-1
+    rows of rank i                  i R ... (i+1) R - 1 | N' ... N'+N_s-1        S = R + N_s
+
+The last blocks may hold fewer nodes than R, or none: padding rows fill them, which nobody attends to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """The rows of one rank among all N = ``num_nodes`` + ``num_super`` nodes of a sequence.
+
+    Args:
+        num_nodes: regular nodes N'.
+        num_super: super nodes N_s, global tokens among them.
+        rank, world_size: this rank in its CP group of P ranks.
+
+    Raises:
+        ValueError: no regular node, a negative ``num_super``, or a ``rank`` that is not one of ``world_size`` ranks.
+    """
+
+    num_nodes: int
+    num_super: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.num_super < 0:
+            raise ValueError(f"expected num_nodes >= 1 and num_super >= 0, got {self.num_nodes} and {self.num_super}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must be in 0..world_size - 1 = {self.world_size - 1}, got {self.rank}")
+
+    @property
+    def num_columns(self) -> int:
+        """N."""
+        return self.num_nodes + self.num_super
+
+    @property
+    def block_size(self) -> int:
+        """R, regular rows of a rank with its padding."""
+        return -(-self.num_nodes // self.world_size)
+
+    @property
+    def num_local(self) -> int:
+        """S = R + N_s."""
+        return self.block_size + self.num_super
+
+    def block(self, rank: int | None = None) -> range:
+        """The regular nodes of a rank (default: this one), without padding."""
+        start = self.block_size * (self.rank if rank is None else rank)
+        return range(min(start, self.num_nodes), min(start + self.block_size, self.num_nodes))
+
+    @property
+    def local_to_global(self) -> Tensor:
+        """int64 [S], the node of every local row, -1 = padding; super rows last."""
+        block = self.block()
+        rows = torch.full((self.num_local,), -1)
+        rows[: len(block)] = torch.arange(block.start, block.stop)
+        rows[self.block_size :] = torch.arange(self.num_nodes, self.num_columns)
+        return rows
+
+    @property
+    def owned(self) -> Tensor:
+        """bool [S], rows whose share of a loss this rank counts: its regular nodes, and on rank 0 the super nodes."""
+        owned = self.local_to_global >= 0
+        owned[self.block_size :] = self.rank == 0
+        return owned
+
+    def segments(self, source_rank: int) -> list[tuple[int, int, int]]:
+        """(key_start, column_start, length): which bias columns the keys of ``source_rank``'s block stand in.
+
+        A rank's own block brings its super nodes, so that each of them enters the softmax once.
+        """
+        block = self.block(source_rank)
+        segments = [(0, block.start, len(block))]
+        if source_rank == self.rank and self.num_super:
+            segments.append((self.block_size, self.num_nodes, self.num_super))
+        return segments
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's S rows of ``x``, which has N along ``dim``; padding rows are 0. Differentiable.
+
+        Raises:
+            ValueError: ``x`` does not have N rows along ``dim``.
+        """
+        if x.shape[dim] != self.num_columns:
+            raise ValueError(
+                f"expected N = {self.num_columns} nodes along dim {dim}, got shape {tuple(x.shape)}; "
+                "pass the rows of all nodes, regular ones first"
+            )
+        block = self.block()
+        shape = list(x.shape)
+        shape[dim] = self.block_size - len(block)
+        supers = x.narrow(dim, self.num_nodes, self.num_super)
+        return torch.cat([x.narrow(dim, block.start, len(block)), x.new_zeros(shape), supers], dim=dim)
+
+    def gather(self, x_local: Tensor, dim: int, mesh: DeviceMesh | None = None) -> Tensor:
+        """All N rows on every rank, from the S rows ``x_local`` of each, every super row once.
+
+        Backward expects the same loss on every rank: each regular row gets its gradient where it lives, each super
+        row on rank 0 alone. Gradients of parameters are then shares, to be summed over the group.
+
+        Raises:
+            ValueError: ``x_local`` does not have S rows along ``dim``, or ``mesh`` is not the layout's.
+        """
+        self.check_mesh(mesh)
+        if x_local.shape[dim] != self.num_local:
+            raise ValueError(
+                f"expected this rank's S = {self.num_local} rows along dim {dim}, got shape {tuple(x_local.shape)}"
+            )
+        if mesh is None or self.world_size == 1:
+            return x_local
+        return _Gather.apply(x_local, dim, self, mesh.get_group())
+
+    def check_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Raise ValueError unless ``mesh`` has one dim and this layout's rank and world size."""
+        found = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size()) if mesh.ndim == 1 else None
+        if found is None:
+            assert mesh is not None
+            raise ValueError(
+                f"mesh must have one dim, got {mesh.mesh_dim_names or mesh.ndim}; pass a slice such as mesh['cp']"
+            )
+        if found != (self.rank, self.world_size):
+            raise ValueError(
+                f"the layout is that of rank {self.rank} of {self.world_size}, "
+                f"but this process is rank {found[0]} of {found[1]} in the mesh"
+            )
+
+
+@lru_cache(maxsize=64)
+def row_ids(layout: NodeLayout, device: torch.device) -> Tensor:
+    """int32 [S] ``local_to_global`` on a device, copied there once."""
+    return layout.local_to_global.to(device, torch.int32)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_local, dim, layout, group):
+        ctx.dim, ctx.layout = dim, layout
+        regular, supers = x_local.split([layout.block_size, layout.num_super], dim=dim)
+        regular = regular.contiguous()
+        blocks = [torch.empty_like(regular) for _ in range(layout.world_size)]
+        dist.all_gather(blocks, regular, group=group)
+        rows = torch.cat(blocks, dim=dim).narrow(dim, 0, layout.num_nodes)  # padding stands at the end only
+        return torch.cat([rows, supers], dim=dim)
+
+    @staticmethod
+    def backward(ctx, d_rows):
+        d_local = ctx.layout.shard(d_rows, ctx.dim)
+        if ctx.layout.rank != 0:
+            d_local.narrow(ctx.dim, ctx.layout.block_size, ctx.layout.num_super).zero_()
+        return d_local, None, None, None

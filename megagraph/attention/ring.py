@@ -1,0 +1,306 @@
+"""Ring attention that stays exact with a learnable bias (GA-CP, paper Sec. 3.2; arXiv:2310.01889).
+
+    step 0      every rank attends from its rows to its own block and to the super nodes
+    step s      the block of rank i - s is here; k and v of step s + 1 are on their way from rank i - 1
+    backward    the blocks go round again, each with the gradient of its k and v, until both are home
+
+Super nodes never travel and enter every softmax once. A rank sends (P - 1) * 2 * R * d elements forward, and
+backward P * 2 * R * d more for the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from megagraph.attention.bias import Bias
+from megagraph.attention.layout import NodeLayout, row_ids
+from megagraph.attention.operator import (
+    Impl,
+    as_bias,
+    attend,
+    attend_backward,
+    attention,
+    check_inputs,
+    choose_impl,
+    make_step,
+    row_delta,
+    state_dtype,
+    zeros_like,
+)
+from megagraph.attention.step import Step
+
+
+class Exchange(Protocol):
+    """Moves the blocks of the ranks that live in this process to the next ranks of the ring."""
+
+    def shift(self, blocks: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start sending; the result waits for, and returns, what the previous ranks sent."""
+
+
+class GroupExchange:
+    """One rank in this process, the others in a process group."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.next = (mesh.get_local_rank() + 1) % mesh.size()
+        self.previous = (mesh.get_local_rank() - 1) % mesh.size()
+
+    def shift(self, blocks: list[Tensor]) -> Callable[[], list[Tensor]]:
+        (block,) = blocks
+        received = torch.empty_like(block)
+        # one batch: a blocking send before the receive would wait for itself around the ring
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, block, group=self.group, group_peer=self.next),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=self.previous),
+            ]
+        )
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return [received]
+
+        return wait
+
+
+class Loopback:
+    """All ranks in this process, in lockstep."""
+
+    def shift(self, blocks: list[Tensor]) -> Callable[[], list[Tensor]]:
+        moved = [blocks[-1], *blocks[:-1]]
+        return lambda: moved
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *, layout: NodeLayout,
+    mesh: DeviceMesh | None = ..., key_padding_mask: Tensor | None = ..., scale: float | None = ...,
+    dropout_p: float = ..., dropout_key: Tensor | None = ..., return_lse: Literal[False] = ...,
+    impl: Impl | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *, layout: NodeLayout,
+    mesh: DeviceMesh | None = ..., key_padding_mask: Tensor | None = ..., scale: float | None = ...,
+    dropout_p: float = ..., dropout_key: Tensor | None = ..., return_lse: Literal[True],
+    impl: Impl | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = None,
+    *,
+    layout: NodeLayout,
+    mesh: DeviceMesh | None = None,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: Tensor | None = None,
+    return_lse: bool = False,
+    impl: Impl | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`megagraph.biased_attention` with the nodes of a sequence spread over the ranks of a CP group.
+
+    Every rank passes its rows and gets its rows; together they are what one device computes, to rounding, with
+    dropout too. Gradients of super rows and of what all ranks hold (a table, a weight) are shares: their sum over the
+    group is the gradient. Collective: all ranks of ``mesh`` call it, forward and backward, in the same order.
+
+    Args:
+        q: [B, H, M, D], the first M of this rank's S rows; usually M = S.
+        k, v: [B, H, S, D], all its rows in the order of ``layout.local_to_global``.
+        bias: these M rows, all N columns: a bias class of shape [B or 1, H or 1, M, N] or a float tensor.
+        layout: which nodes this rank holds.
+        mesh: the CP group, one dim; ``None`` for one rank.
+        key_padding_mask: bool [B, N], all columns.
+        scale, dropout_p, dropout_key, return_lse, impl: as in ``biased_attention``; ``dropout_key`` must be equal on
+            all ranks; ``impl="reference"`` runs on one rank only.
+
+    Returns:
+        out [B, H, M, D], and lse [B, H, M] if asked for; padding rows hold numbers of no meaning.
+
+    Raises:
+        ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
+    """
+    bias = as_bias(bias)
+    layout.check_mesh(mesh)
+    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
+    impl = choose_impl(impl, q, layout.world_size)
+    step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
+    if mesh is None or layout.world_size == 1:
+        out, lse = attention(step, q, k, v, bias, impl)
+    else:
+        out, lse = _RingAttention.apply(GroupExchange(mesh), impl, [layout], [step], q, k, v, step.learned)
+    return (out, lse) if return_lse else out
+
+
+def loopback_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = None,
+    *,
+    num_super: int,
+    world_size: int,
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: Tensor | None = None,
+    impl: Impl | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`ring_attention` of ``world_size`` ranks in one process, without communication, for tests and benchmarks.
+
+    Takes and returns whole tensors: q, k, v [B, H, N, D], the last ``num_super`` nodes super nodes, bias
+    [B or 1, H or 1, N, N] -> out [B, H, N, D], lse [B, H, N].
+    """
+    bias = as_bias(bias)
+    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    impl = choose_impl(impl, q, world_size)
+    num_nodes = q.shape[2] - num_super
+    layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
+    steps, inputs = [], []
+    for layout in layouts:
+        rows = None if bias is None else bias.rows(layout.local_to_global.clamp(min=0).to(q.device))
+        steps.append(make_step(q, rows, key_padding_mask, scale, dropout_p, dropout_key))
+        inputs += [*(layout.shard(x, 2) for x in (q, k, v)), steps[-1].learned]
+    flat = _RingAttention.apply(Loopback(), impl, layouts, steps, *inputs)
+    out, lse = (
+        torch.cat([*(x[:, :, : len(layout.block())] for x, layout in zip(parts, layouts, strict=True)), supers], dim=2)
+        for parts in (flat[0::2], flat[1::2])
+        for supers in [parts[0][:, :, layouts[0].block_size :]]
+    )
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank that lives in this process: its rows, and its step, which has no segments yet."""
+
+    layout: NodeLayout
+    step: Step
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def step_at(self, s: int) -> Step:
+        """The s-th step of the ring."""
+        source = (self.layout.rank - s) % self.layout.world_size
+        rows = row_ids(self.layout, self.q.device)[: self.q.shape[2]]
+        return replace(self.step, segments=self.layout.segments(source), row_ids=rows)
+
+    def regular(self, x: Tensor, y: Tensor) -> Tensor:
+        """The rows that travel, of two tensors [B, H, S, D], as one message [2, B, H, R, D]."""
+        return torch.stack([x[:, :, : self.layout.block_size], y[:, :, : self.layout.block_size]])
+
+
+def _ring_forward(ranks: list[_Rank], exchange: Exchange, impl: Impl) -> list[tuple[Tensor, Tensor]]:
+    """out [B, H, M, D] and lse [B, H, M] of every rank."""
+    world_size = ranks[0].layout.world_size
+    results, states = [], []
+    for rank in ranks:
+        q, dtype = rank.q, state_dtype(rank.q)
+        results.append((torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)))
+        carried = {name: q.new_empty(q.shape[:3], dtype=dtype) for name in ("m", "l")}
+        states.append(carried | {"acc": q.new_empty(q.shape, dtype=dtype)})
+    blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
+    for s in range(world_size):
+        first, last = s == 0, s == world_size - 1
+        arriving = None if last else exchange.shift(blocks)
+        for rank, block, state, (out, lse) in zip(ranks, blocks, states, results, strict=True):
+            k, v = (rank.k, rank.v) if first else block
+            result = {"out": out, "lse": lse} if last else {"out": None, "lse": None}
+            attend(rank.step_at(s), rank.q, k, v, impl=impl, first=first, last=last, **state, **result)
+        if arriving is not None:
+            blocks = arriving()
+    return results
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Accumulators of one rank; dk and dv are those of the visiting block."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_learned: Tensor | None
+
+
+def _ring_backward(
+    ranks: list[_Rank], saved: list[dict[str, Tensor]], exchange: Exchange, impl: Impl, learned_grad: bool
+) -> list[_Gradients]:
+    """The gradients of every rank; ``saved`` has its d_out, lse and delta."""
+    world_size = ranks[0].layout.world_size
+    own = []
+    for rank, rows in zip(ranks, saved, strict=True):
+        dtype = rows["lse"].dtype
+        dq, dk, dv = (zeros_like(x, dtype, impl) for x in (rank.q, rank.k, rank.v))
+        learned = rank.step.learned if learned_grad else None
+        own.append(_Gradients(dq, dk, dv, None if learned is None else torch.zeros_like(learned, dtype=dtype)))
+    blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
+    gradients: list[Tensor] = []  # [2, B, H, R, D] of the visiting blocks
+    for s in range(world_size):
+        first, last = s == 0, s == world_size - 1
+        arriving = None if last else exchange.shift(blocks)
+        for i, (rank, block, sums, rows) in enumerate(zip(ranks, blocks, own, saved, strict=True)):
+            k, v = (rank.k, rank.v) if first else block
+            if not first:
+                sums = replace(sums, dk=gradients[i][0], dv=gradients[i][1])
+            attend_backward(rank.step_at(s), rank.q, k, v, impl=impl, **rows, **vars(sums))
+        if first:
+            gradients = [rank.regular(sums.dk, sums.dv) for rank, sums in zip(ranks, own, strict=True)]
+        gradients = exchange.shift(gradients)()  # after the last step they are home
+        if arriving is not None:
+            blocks = arriving()
+    for rank, sums, (dk, dv) in zip(ranks, own, gradients, strict=True):
+        sums.dk[:, :, : rank.layout.block_size] = dk
+        sums.dv[:, :, : rank.layout.block_size] = dv
+    return own
+
+
+class _RingAttention(torch.autograd.Function):
+    """Tensors in: q, k, v and the learned part of the bias, or None, of every rank here; out: their out and lse."""
+
+    @staticmethod
+    def forward(ctx, exchange, impl, layouts, steps, *inputs):
+        ctx.exchange, ctx.impl, ctx.layouts, ctx.steps = exchange, impl, layouts, steps
+        ranks = _RingAttention._ranks(ctx, inputs)
+        results = [x for result in _ring_forward(ranks, exchange, impl) for x in result]
+        ctx.save_for_backward(*inputs, *results)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        inputs, results = ctx.saved_tensors[: 4 * len(ctx.layouts)], ctx.saved_tensors[4 * len(ctx.layouts) :]
+        ranks = _RingAttention._ranks(ctx, inputs)
+        saved = [
+            {"d_out": d_out, "lse": lse, "delta": row_delta(d_out, out, d_lse)}
+            for out, lse, d_out, d_lse in zip(results[0::2], results[1::2], grads[0::2], grads[1::2], strict=True)
+        ]
+        gradients = _ring_backward(ranks, saved, ctx.exchange, ctx.impl, ctx.needs_input_grad[7])
+        flat = [x for of_rank in gradients for x in vars(of_rank).values()]
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(None if d is None else d.to(x.dtype) for d, x in zip(flat, inputs, strict=True)),
+        )
+
+    @staticmethod
+    def _ranks(ctx, inputs):
+        """The learned part of a step is an input of its own, for autograd's sake."""
+        return [
+            _Rank(layout, replace(step, learned=inputs[4 * i + 3]), *inputs[4 * i : 4 * i + 3])
+            for i, (layout, step) in enumerate(zip(ctx.layouts, ctx.steps, strict=True))
+        ]

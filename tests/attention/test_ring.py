@@ -1,0 +1,115 @@
+"""The ring in one process, all ranks in lockstep, against the eager reference; fp64 on the CPU, fp32 on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.attention.ring import loopback_attention
+from tests.problems import DEVICE, FORMS, Problem, assert_matches, hide_row, make_problem, with_learned
+
+IMPLS = ("triton", "blocked")
+# (P, N_s, N'): blocks of equal and of unequal length, fewer nodes than ranks
+CASES = [
+    (P, num_super, num_nodes)
+    for P in (1, 2, 3, 4)
+    for num_super in (0, 1, 5)
+    for num_nodes in (13, 2)
+    if num_nodes == 13 or P > 2
+]
+
+
+@pytest.fixture(autouse=True)
+def _triton(request):
+    if "triton" in request.node.name:
+        pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+
+def ring_problem(form, world_size, num_super, num_nodes, **options) -> Problem:
+    """Row 0 lives on rank 0 and can attend to one key only: the first of rank 1's block, which arrives last."""
+    N = num_nodes + num_super
+    problem = make_problem(form, N, N, 4, **options)
+    if form != "none":
+        hidden = torch.ones(N, dtype=torch.bool, device=DEVICE)
+        hidden[-(-num_nodes // world_size) % num_nodes] = False
+        hide_row(problem.bias, 0, hidden)
+    return problem
+
+
+def run(problem: Problem, attend, **options) -> dict[str, torch.Tensor]:
+    """out, lse and gradients of ``attend``."""
+    q, k, v, *learned = inputs = [x.detach().requires_grad_() for x in problem.inputs]
+    out, lse = attend(
+        q, k, v, with_learned(problem.bias, *learned) if learned else None,
+        key_padding_mask=problem.padding, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key, **options,
+    )  # fmt: skip
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    grads = torch.autograd.grad([out, finite_lse], inputs, [problem.d_out, problem.d_lse])
+    names = ("out", "lse", "dq", "dk", "dv", "d_learned")
+    return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("world_size", "num_super", "num_nodes"), CASES)
+@pytest.mark.parametrize("form", FORMS)
+def test_ring_is_dense_attention(form, world_size, num_super, num_nodes, impl):
+    dropout_p = 0.25 * ((world_size + num_super) % 2)
+    problem = ring_problem(form, world_size, num_super, num_nodes, B=1, dropout_p=dropout_p)
+    got = run(problem, loopback_attention, num_super=num_super, world_size=world_size, impl=impl)
+    assert_matches(got, problem)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dropout_does_not_depend_on_the_number_of_ranks(form):
+    problem = ring_problem(form, 3, 2, 13, dropout_p=0.5)
+    got = [run(problem, loopback_attention, num_super=2, world_size=P, impl="blocked") for P in (1, 2, 3)]
+    for other in got[1:]:
+        torch.testing.assert_close(other, got[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_queries", [0, 3])
+def test_fewer_queries(num_queries, impl):
+    """The rank that computes no row still gives its keys and gets their gradient."""
+    layout = mg.NodeLayout(9, 2)
+    problem = make_problem("projected", 11, 11, 4)
+    q, k, v, weight = (x.detach().requires_grad_() for x in problem.inputs)
+    bias = with_learned(problem.bias, weight).rows(slice(num_queries))
+    out = mg.ring_attention(q[:, :, :num_queries], k, v, bias, layout=layout, impl=impl)
+    full = mg.biased_attention(q, k, v, with_learned(problem.bias, weight), impl="reference")[:, :, :num_queries]
+    torch.testing.assert_close(out, full)
+    d_out = problem.d_out[:, :, :num_queries]
+    for got, want in zip(*(torch.autograd.grad(x, [k, v, weight], d_out) for x in (out, full)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def call(layout=None, k_rows=7, q_rows=7, **options):
+    q, k, v = (torch.zeros(1, 2, rows, 4) for rows in (q_rows, k_rows, k_rows))
+    return mg.ring_attention(q, k, v, layout=layout or mg.NodeLayout(5, 2), **options)
+
+
+BAD_CALLS = {
+    "layout of another rank": (
+        dict(layout=mg.NodeLayout(10, 2, 1, 2)),
+        ValueError,
+        "the layout is that of rank 1 of 2, but this process is rank 0 of 1 in the mesh",
+    ),
+    "keys": (dict(k_rows=6), ValueError, r"k must have shape \[B, H, S, D\] = \[1, 2, 7, 4\], got \(1, 2, 6, 4\)"),
+    "queries": (dict(q_rows=8), ValueError, "q must have at most the S = 7 rows of this rank, got 8"),
+    "dropout": (dict(dropout_p=0.5), ValueError, "needs dropout_key, torch.int32"),
+    "bias": (dict(bias=torch.zeros(7, 5)), ValueError, "pass these query rows and all 7 columns"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_bad_call(case):
+    arguments, error, message = BAD_CALLS[case]
+    with pytest.raises(error, match=message):
+        call(**arguments)
+
+
+def test_the_reference_runs_on_one_rank_only():
+    q = torch.zeros(1, 2, 7, 4)
+    with pytest.raises(NotImplementedError, match=r"impl='reference' cannot run these inputs:\n.*all keys on one rank"):
+        loopback_attention(q, q, q, num_super=1, world_size=2, impl="reference")
