@@ -11,6 +11,7 @@ from megagraph.data.datasets import Graph
 from megagraph.evaluate import predict
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.planner.plan import Plan
 from megagraph.train import Trainer
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "HierarchicalGT",
     "ModelConfig",
     "NodeLayout",
+    "Plan",
     "ProjectedBias",
     "TrainConfig",
     "Trainer",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch.distributed as dist
 import tyro
 
 from megagraph.config import TrainConfig
@@ -18,7 +21,9 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
     """Train a model on a graph and leave a run folder; prints the summary as JSON."""
     from megagraph.train import Trainer
 
-    print(json.dumps(asdict(Trainer(config).fit()), indent=2))
+    summary = Trainer(config).fit()
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(asdict(summary), indent=2))
 
 
 def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> None:
@@ -40,6 +45,10 @@ def main() -> None:
     """Entry point; an error that names its cause ends with exit code 1 and without a traceback."""
     try:
         tyro.extras.subcommand_cli_from_dict({"train": train, "predict": predict}, prog="megagraph")
-    except (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError) as error:
-        print(f"megagraph: error: {error}", file=sys.stderr)
+    except Exception as error:
+        named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
+        message = f"megagraph: error: {error}" if isinstance(error, named) else traceback.format_exc()
+        print(message, file=sys.stderr, flush=True)
+        if dist.is_initialized():
+            os._exit(1)  # an orderly exit would wait for ranks that may be waiting for this one
         raise SystemExit(1) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megagraph.models.config import ModelConfig
+from megagraph.planner.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,16 @@ class TrainConfig:
     workers: int = 0
     """Loader processes; 0 builds batches in the training process."""
 
+    plan: str = "1,1,1"
+    """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp."""
+    stage_layers: str | None = None
+    """Layers of every pipeline stage, as in 3,7,7,7; default as even as can be."""
+    microbatches: int = 1
+    """Parts of a batch that follow each other through the stages of a pipeline."""
+    schedule: Literal["gpipe"] = "gpipe"
+    shard: bool = False
+    """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
+
     def __post_init__(self) -> None:
         at_least = {
             1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "super_nodes",
@@ -96,6 +108,26 @@ class TrainConfig:
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
         self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model
+        self.parallel_plan()
+
+    def parallel_plan(self) -> Plan:
+        """The layout of the processes."""
+        pp, cp, dp = _integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
+        layers = () if self.stage_layers is None else _integers("stage_layers", self.stage_layers, f"{pp} numbers", pp)
+        return Plan(
+            pp=pp,
+            cp=cp,
+            dp=dp,
+            layers=layers,
+            num_microbatches=self.microbatches,
+            schedule=self.schedule,
+            shard=self.shard,
+        )
+
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of a global batch."""
+        return self.batch_size * (self.samples if self.batching == "ego" else 1)
 
     def model_config(self, *, in_features: int, num_classes: int, bias_size: int) -> ModelConfig:
         """The model to train on data of these sizes."""
@@ -124,18 +156,22 @@ class TrainConfig:
     def parameter_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """Mixed precision, where it is asked for."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bf16")
-
     def torch_device(self) -> torch.device:
-        """The device to train on.
+        """The device to train on; "auto" gives each process of a machine a GPU of its own.
 
         Raises:
             ValueError: there is no such device.
         """
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if not torch.cuda.is_available():
+                return torch.device("cpu")
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            if local_rank >= torch.cuda.device_count():
+                raise ValueError(
+                    f"process {local_rank} of this machine needs a GPU of its own, but there are "
+                    f"{torch.cuda.device_count()}; start fewer, or pass --device cpu"
+                )
+            return torch.device("cuda", local_rank)
         try:
             device = torch.device(self.device)
             torch.empty(0, device=device)
@@ -144,6 +180,11 @@ class TrainConfig:
                 f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}"
             ) from error
         return device
+
+    def shared_fields(self) -> dict[str, Any]:
+        """What all processes of a run must agree on; folders and devices may differ from machine to machine."""
+        own = ("root", "out", "device", "workers")
+        return {name: value for name, value in asdict(self).items() if name not in own}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str)
@@ -157,3 +198,14 @@ class TrainConfig:
         for name in ("root", "out"):
             values[name] = None if values.get(name) is None else Path(values[name])
         return cls(**values)
+
+
+def _integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...]:
+    """The numbers of a flag such as "3,7,7,7"."""
+    try:
+        numbers = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != count:
+        raise ValueError(f"{name} must be {expected} such as {','.join('1234567'[:count])}, got {text!r}")
+    return numbers

@@ -7,26 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from megagraph.config import TrainConfig
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, prepare
+from megagraph.data.batch import WHOLE, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.datasets import Graph, load_graph
 from megagraph.data.loader import Loader
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.parallel.mesh import sum_over_ranks
+from megagraph.parallel.pipeline import Pipeline, Stage
+from megagraph.planner.plan import Plan
 from megagraph.run import Run
-
-
-def logits(model: nn.Module, batch: Batch, dropout_key: Tensor | None = None) -> Tensor:
-    """Class scores [B, T, classes] of the rows that a batch reads out."""
-    return model(
-        batch.features,
-        batch.node_index,
-        batch.structure,
-        batch.key_padding_mask,
-        num_targets=batch.labels.shape[1],
-        dropout_key=dropout_key,
-    )
 
 
 def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
@@ -47,7 +37,12 @@ def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
 
 
 def make_loader(
-    config: TrainConfig, builder: EgoBatches | ClusterBatches, nodes: np.ndarray, *, shuffle: bool = False
+    config: TrainConfig,
+    builder: EgoBatches | ClusterBatches,
+    nodes: np.ndarray,
+    *,
+    shuffle: bool = False,
+    share: Share = WHOLE,
 ) -> Loader:
     """Batches in which the labels of ``nodes`` count."""
     return Loader(
@@ -57,6 +52,7 @@ def make_loader(
         seed=config.seed,
         shuffle=shuffle,
         num_workers=config.workers,
+        share=share,
     )
 
 
@@ -67,23 +63,24 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
     return data if isinstance(data, Graph) else Graph.from_data(data)
 
 
-@torch.inference_mode()
-def class_probabilities(model: HierarchicalGT, loader: Loader, config: TrainConfig) -> np.ndarray:
+def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:
     """Mean of softmax over all sequences of a node, fp32 [V, classes]; rows of nodes that were not read out are 0.
 
-    ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability.
+    ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability. Every rank
+    gets the probabilities of all nodes.
     """
-    device = next(model.parameters()).device
-    model.eval()
-    total = np.zeros((loader.num_nodes, model.config.num_classes), np.float32)
+    stage = pipeline.stage.eval()
+    total = torch.zeros(loader.num_nodes, stage.model.config.num_classes, device=stage.device)
     for batch in loader.epoch(0):
-        batch = batch.to(device, non_blocking=True)
-        with config.autocast(device):
-            scores = logits(model, batch)
-        probabilities = scores.float().softmax(dim=-1).flatten(0, 1).cpu().numpy()
-        nodes = batch.target_nodes.flatten().cpu().numpy()
-        np.add.at(total, nodes[nodes >= 0], probabilities[nodes >= 0])
-    return total / np.maximum(total.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        batch = batch.to(stage.device, non_blocking=True)
+        scores = pipeline.logits(batch)
+        if scores is not None:
+            real = batch.target_nodes >= 0
+            total.index_add_(0, batch.target_nodes[real], scores.float().softmax(dim=-1)[real])
+    if pipeline.mesh is not None:
+        sum_over_ranks(total)
+    votes = total.cpu().numpy()
+    return votes / np.maximum(votes.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
 def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float:
@@ -109,7 +106,9 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
         raise ValueError(
             f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
         )
-    model = HierarchicalGT(model_config).to(config.torch_device(), config.parameter_dtype)
+    model = HierarchicalGT(model_config)
     model.load_state_dict(opened.weights())
+    stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
+    stage.to(config.torch_device(), config.parameter_dtype)
     nodes = np.arange(graph.num_nodes)
-    return class_probabilities(model, make_loader(config, batches(config, graph), nodes), config)
+    return class_probabilities(Pipeline(stage, stage, Plan()), make_loader(config, batches(config, graph), nodes))

@@ -1,6 +1,7 @@
 """A run folder: what a training run leaves behind, and nothing lost if it stops half-way.
 
 RUN/config.json        the TrainConfig
+    plan.json          the Plan: how the processes shared the work
     model.json         the ModelConfig: its sizes and those of the data set
     metrics.jsonl      one object a step and one an epoch, written as they happen
     model.safetensors  the weights of the best validation epoch so far
@@ -24,13 +25,18 @@ from megagraph.models.config import ModelConfig
 
 
 class Run:
-    """One run folder."""
+    """One run folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        writes: of the processes of a run, one writes; the others' calls do nothing.
+    """
+
+    def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self.folder = folder
+        self.writes = writes
 
-    @classmethod
-    def create(cls, config: TrainConfig) -> Run:
+    @staticmethod
+    def create(config: TrainConfig) -> Path:
         """Make the folder of a new run.
 
         Raises:
@@ -45,9 +51,10 @@ class Run:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(config.to_json())
+            config.parallel_plan().save(folder / "plan.json")
         except OSError as error:
             raise type(error)(f"the run folder {folder} cannot be written: {error}; pass another --out") from error
-        return cls(folder)
+        return folder
 
     @classmethod
     def open(cls, folder: Path | str) -> Run:
@@ -71,12 +78,13 @@ class Run:
         return ModelConfig(**json.loads((self.folder / "model.json").read_text()))
 
     def write_model_config(self, config: ModelConfig) -> None:
-        (self.folder / "model.json").write_text(json.dumps(asdict(config), indent=2))
+        self._write("model.json", asdict(config))
 
     def log(self, **values: Any) -> None:
         """Append one line to metrics.jsonl."""
-        with (self.folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(values) + "\n")
+        if self.writes:
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(values) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         with (self.folder / "metrics.jsonl").open() as file:
@@ -86,6 +94,8 @@ class Run:
         """Replace the weights in one move, so that the last good ones survive a crash."""
         from safetensors.torch import save_file
 
+        if not self.writes:
+            return
         partial = self.folder / "model.safetensors.partial"
         save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, partial)
         os.replace(partial, self.folder / "model.safetensors")
@@ -96,4 +106,8 @@ class Run:
         return load_file(self.folder / "model.safetensors")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        self._write("summary.json", summary)
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        if self.writes:
+            (self.folder / name).write_text(json.dumps(values, indent=2))

@@ -1,4 +1,4 @@
-"""Training in one process."""
+"""Training: the same numbers in one process and in many."""
 
 from __future__ import annotations
 
@@ -10,15 +10,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 
 from megagraph import plots
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
 from megagraph.data.datasets import Graph, Split, random_split
-from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, logits, make_loader
+from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.parallel.mesh import (
+    check_equal,
+    make_mesh,
+    on_every_rank,
+    on_rank_zero,
+    process_group,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
+from megagraph.parallel.pipeline import Pipeline, Stage
+from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
+from megagraph.planner.plan import Plan
 from megagraph.run import Run
 
 
@@ -54,69 +68,115 @@ class Trainer:
     def fit(self, data: Any = None) -> Summary:
         """Train, evaluate every epoch, and leave a run folder.
 
+        Started by torchrun, the processes share the work as ``config.plan`` says; all of them return the summary, and
+        rank 0 writes the folder.
+
         Args:
             data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
 
         Raises:
-            ValueError: bad data or configuration; nothing has been trained by then.
+            ValueError: bad data, configuration or plan, on every process alike; nothing has been trained by then.
             FileExistsError, OSError: the run folder is taken, or cannot be written.
         """
         config = self.config
+        plan = config.parallel_plan()
+        plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
         device = config.torch_device()
-        graph = as_graph(data, config)
-        split = choose_split(graph, config)
-        run = Run.create(config)
+        with process_group(device):
+            check_equal("the configuration", config.shared_fields())
+            graph = on_every_rank(lambda: as_graph(data, config))
+            check_equal("the graph", {"nodes": graph.num_nodes, "edges": graph.num_edges, "name": graph.name})
+            split = on_every_rank(lambda: choose_split(graph, config))
+            return _fit(config, plan, device, graph, split)
 
-        started = time.perf_counter()
-        builder = batches(config, graph)
-        preprocess_seconds = time.perf_counter() - started
-        model_config = config.model_config(
-            in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
-        )
-        run.write_model_config(model_config)
-        torch.manual_seed(config.seed)
-        model = HierarchicalGT(model_config).to(device, config.parameter_dtype)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+
+def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, split: Split) -> Summary:
+    run = Run(on_rank_zero(lambda: Run.create(config)), writes=rank() == 0)
+    started = time.perf_counter()
+    builder = on_every_rank(lambda: batches(config, graph))
+    preprocess_seconds = time.perf_counter() - started
+    model_config = config.model_config(
+        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+    )
+    run.write_model_config(model_config)
+    mesh = make_mesh(plan, device)
+    torch.manual_seed(config.seed)
+    model = HierarchicalGT(model_config, mesh=None if mesh is None else mesh["cp"])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    pipeline = make_pipeline(model, plan, mesh, device, config)
+    if run.writes:
         print(
             f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} features, "
             f"{graph.num_classes} classes; "
             f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
-            f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on {device}; "
+            f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on {device}"
+            f"{'' if mesh is None else f', {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)'}; "
             f"prepared in {preprocess_seconds:.1f} s",
             file=sys.stderr,
         )
 
-        epochs = _Epochs(config, builder, graph, split, model, run)
-        history = []
-        best: dict[str, Any] = {"val_accuracy": -1.0}
-        for epoch in range(config.epochs):
-            history.append(epochs.run(epoch))
-            if history[-1]["val_accuracy"] > best["val_accuracy"]:
-                best = history[-1]
-                run.save_weights(model.state_dict())
-            run.log(**history[-1])
-            if epochs.step == epochs.total_steps:
-                break
-        majority = np.bincount(graph.labels[split.train]).argmax()
-        summary = Summary(
-            run=str(run.folder),
-            test_accuracy=best["test_accuracy"],
-            best_val_accuracy=best["val_accuracy"],
-            best_epoch=best["epoch"],
-            majority_accuracy=float((graph.labels[split.test] == majority).mean()),
-            epochs=len(history),
-            steps=epochs.step,
-            epoch_seconds=float(np.median([epoch["train_seconds"] for epoch in history])),
-            evaluation_seconds=float(np.median([epoch["evaluation_seconds"] for epoch in history])),
-            preprocess_seconds=preprocess_seconds,
-            sequence_nodes=builder.sequence_nodes,
-            parameters=parameters,
-            peak_memory_bytes=_peak_memory_bytes(device),
-            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        )
-        run.write_summary(asdict(summary))
+    epochs = _Epochs(config, builder, graph, split, pipeline, run)
+    history = []
+    best: dict[str, Any] = {"val_accuracy": -1.0}
+    for epoch in range(config.epochs):
+        history.append(epochs.run(epoch))
+        if history[-1]["val_accuracy"] > best["val_accuracy"]:
+            best = history[-1]
+            run.save_weights(gather_tensors(pipeline.stage.model.state_dict(), mesh))
+        run.log(**history[-1])
+        if epochs.step == epochs.total_steps:
+            break
+    majority = np.bincount(graph.labels[split.train]).argmax()
+    summary = Summary(
+        run=str(run.folder),
+        test_accuracy=best["test_accuracy"],
+        best_val_accuracy=best["val_accuracy"],
+        best_epoch=best["epoch"],
+        majority_accuracy=float((graph.labels[split.test] == majority).mean()),
+        epochs=len(history),
+        steps=epochs.step,
+        epoch_seconds=float(np.median([epoch["train_seconds"] for epoch in history])),
+        evaluation_seconds=float(np.median([epoch["evaluation_seconds"] for epoch in history])),
+        preprocess_seconds=preprocess_seconds,
+        sequence_nodes=builder.sequence_nodes,
+        parameters=parameters,
+        peak_memory_bytes=_peak_memory_bytes(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+    run.write_summary(asdict(summary))
+    if run.writes:
         plots.curves(run.metrics(), run.folder / "curves.png")
-        return summary
+    return summary
+
+
+def make_pipeline(
+    model: HierarchicalGT, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
+) -> Pipeline:
+    """This rank's stage of a model under a plan, gradients summed over its replicas."""
+    layers = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp")]
+    stage = Stage(model, layers, autocast=config.dtype == "bf16").to(device, config.parameter_dtype)
+    return Pipeline(stage, replicate(stage, mesh, shard=plan.shard), plan, mesh)
+
+
+def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
+    """The part of every global batch that this rank builds."""
+    if mesh is None:
+        return Share(num_microbatches=plan.num_microbatches)
+    dp_rank, cp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
+    return Share(dp_rank=dp_rank, dp=plan.dp, cp_rank=cp_rank, cp=plan.cp, num_microbatches=plan.num_microbatches)
+
+
+def train_step(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer, batch: Batch, dropout_key: Tensor, clip_norm: float
+) -> tuple[float, float]:
+    """One optimizer step on this rank's share of a global batch: the global loss, and the norm of its gradient."""
+    optimizer.zero_grad()
+    loss = pipeline.backward(batch, dropout_key, loss_sum)
+    norm = clip_gradients(pipeline.stage, clip_norm, pipeline.mesh)
+    optimizer.step()
+    if pipeline.mesh is not None:
+        loss = sum_over_ranks(loss.double())
+    return loss.item(), float(norm)  # waits for the device, so the step's time is all of it
 
 
 class _Epochs:
@@ -128,15 +188,15 @@ class _Epochs:
         builder: EgoBatches | ClusterBatches,
         graph: Graph,
         split: Split,
-        model: HierarchicalGT,
+        pipeline: Pipeline,
         run: Run,
     ) -> None:
-        self.config, self.graph, self.split, self.model, self.run_folder = config, graph, split, model, run
-        self.device = next(model.parameters()).device
-        self.train_loader = make_loader(config, builder, split.train, shuffle=True)
-        self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]))
+        self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
+        share = own_share(pipeline.plan, pipeline.mesh)
+        self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
+        self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+            pipeline.stage.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
         self.step = 0
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
@@ -146,9 +206,10 @@ class _Epochs:
     def run(self, epoch: int) -> dict[str, Any]:
         """Train one epoch and evaluate: the line of the epoch in metrics.jsonl."""
         started = time.perf_counter()
-        self.model.train()
+        self.pipeline.stage.train()
         losses = []
-        progress = tqdm(self.train_loader.epoch(epoch), desc=f"epoch {epoch}", leave=False, disable=None)
+        silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
+        progress = tqdm(self.train_loader.epoch(epoch), desc=f"epoch {epoch}", leave=False, disable=silent)
         waiting = time.perf_counter()
         for batch in progress:
             stall_seconds = time.perf_counter() - waiting
@@ -160,10 +221,11 @@ class _Epochs:
             progress.set_postfix(loss=f"{losses[-1]:.3f}")
             waiting = time.perf_counter()
         trained = time.perf_counter()
-        probabilities = class_probabilities(self.model, self.eval_loader, self.config)
+        probabilities = class_probabilities(self.pipeline, self.eval_loader)
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
         loss = float(np.mean(losses))
-        print(f"epoch {epoch:3d}  loss {loss:.4f}  validation {val:.4f}  test {test:.4f}", file=sys.stderr)
+        if self.run_folder.writes:
+            print(f"epoch {epoch:3d}  loss {loss:.4f}  validation {val:.4f}  test {test:.4f}", file=sys.stderr)
         return {
             "epoch": epoch,
             "loss": loss,
@@ -179,32 +241,24 @@ class _Epochs:
         learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        num_targets = batch.num_targets
-        batch = batch.to(self.device, non_blocking=True)
+        batch = batch.to(self.pipeline.stage.device, non_blocking=True)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
-        with config.autocast(self.device):
-            scores = logits(self.model, batch, keys)
-        loss = loss_sum(scores, batch.labels) / num_targets
-        self.optimizer.zero_grad()
-        loss.backward()
-        gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-        self.optimizer.step()
-        value = loss.item()  # waits for the device, so the step's time is all of it
-        if not np.isfinite(value):
+        loss, gradient_norm = train_step(self.pipeline, self.optimizer, batch, keys, config.clip_norm)
+        if not np.isfinite(loss):
             raise FloatingPointError(
-                f"the loss of step {self.step} is {value}; lower --learning-rate (now {learning_rate:.2e}), "
+                f"the loss of step {self.step} is {loss}; lower --learning-rate (now {learning_rate:.2e}), "
                 "or look for extreme values in the features"
             )
         self.run_folder.log(
             step=self.step,
-            loss=value,
+            loss=loss,
             learning_rate=learning_rate,
-            gradient_norm=float(gradient_norm),
+            gradient_norm=gradient_norm,
             step_seconds=time.perf_counter() - started,
             stall_seconds=stall_seconds,
         )
         self.step += 1
-        return value
+        return loss
 
 
 def schedule(step: int, total_steps: int, warmup: float) -> float:
@@ -217,7 +271,9 @@ def schedule(step: int, total_steps: int, warmup: float) -> float:
 
 def loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy summed over the labels that count; divided by their number in the global batch it is the loss."""
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels.flatten(), ignore_index=-1, reduction="sum")
+    scores = scores.flatten(0, 1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=-1, reduction="sum")
 
 
 def choose_split(graph: Graph, config: TrainConfig) -> Split:

@@ -101,6 +101,17 @@ def hide_row(bias: Bias, row: int, hidden: Tensor) -> None:
         bias.mask[:, row] = hidden
 
 
+def ring_problem(form, world_size, num_super, num_nodes, **options) -> Problem:
+    """Row 0 lives on rank 0 and can attend to one key only: the first of rank 1's block, which arrives last."""
+    N = num_nodes + num_super
+    problem = make_problem(form, N, N, 4, **options)
+    if form != "none":
+        hidden = torch.ones(N, dtype=torch.bool, device=DEVICE)
+        hidden[-(-num_nodes // world_size) % num_nodes] = False
+        hide_row(problem.bias, 0, hidden)
+    return problem
+
+
 def to(problem: Problem, device=None, dtype=None) -> Problem:
     """The problem on another device, its floating point tensors in another dtype."""
 

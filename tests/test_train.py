@@ -51,8 +51,9 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     assert summary.test_accuracy > summary.majority_accuracy + 0.15
     steps = losses(folder)
     assert len(steps) == summary.steps and np.mean(steps[-5:]) < 0.9 * np.mean(steps[:5])
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"config.json", "model.json", "metrics.jsonl", "model.safetensors", "summary.json", "curves.png"}
+    files = "config.json plan.json model.json metrics.jsonl model.safetensors summary.json curves.png"
+    assert {path.name for path in folder.iterdir()} == set(files.split())
+    assert mg.Plan.load(folder / "plan.json") == mg.Plan()
     assert json.loads((folder / "summary.json").read_text())["test_accuracy"] == summary.test_accuracy
 
     probabilities = mg.predict(folder, graph)

@@ -29,7 +29,7 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
-from megagraph.evaluate import batches, logits
+from megagraph.evaluate import batches
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.train import choose_split, loss_sum
@@ -97,7 +97,7 @@ class EagerANSGT(nn.Module):
         for name in ("input_proj", "final_norm", "head"):
             getattr(self, name).load_state_dict(getattr(model, name).state_dict())
         self.global_tokens.data.copy_(model.global_tokens)
-        for mine, other in zip(self.layers, model.layers, strict=True):
+        for mine, other in zip(self.layers, model.layers.values(), strict=True):
             mine.take(other)
 
 
@@ -112,7 +112,7 @@ class Contender:
     def scores(self, batch: Batch, step: int) -> Tensor:
         if isinstance(self.model, EagerANSGT):
             return self.model(batch)
-        return logits(self.model, batch, dropout_keys(SEED, step, batch.sequence_ids))
+        return self.model(**batch.model_inputs(dropout_keys(SEED, step, batch.sequence_ids)))
 
     def loss(self, batch: Batch, step: int) -> Tensor:
         return loss_sum(self.scores(batch, step), batch.labels) / batch.num_targets

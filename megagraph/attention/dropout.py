@@ -66,23 +66,23 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
     return hashed.bitwise_xor_(sign).ge_(dropout_threshold(p) + sign)
 
 
-def hidden_dropout(x: Tensor, p: float, key: Tensor | None) -> Tensor:
-    """Dropout of hidden states x [B, N, d]; one byte an element is kept for backward.
+def hidden_dropout(x: Tensor, p: float, key: Tensor | None, rows: Tensor) -> Tensor:
+    """Dropout of hidden states x [B, M, d]; one byte an element is kept for backward.
 
     Args:
         p: probability to drop, in [0, 1).
         key: int32 [B], already specific to the layer and site; ``None`` switches dropout off.
+        rows: integer [M], the global row (node) of each row of x.
     """
     if key is None or p == 0.0:
         return x
-    return _HiddenDropout.apply(x, p, key)
+    return _HiddenDropout.apply(x, p, key, rows)
 
 
 class _HiddenDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, p, key):
-        # rows are nodes, columns are channels, the head is 0
-        rows, columns = (torch.arange(n, device=x.device) for n in x.shape[1:])
+    def forward(ctx, x, p, key, rows):
+        columns = torch.arange(x.shape[2], device=x.device)  # channels; the head is 0
         keep = keep_mask(row_keys(key, 1, rows)[:, 0], columns, p).to(torch.uint8)
         ctx.scale = 1.0 / (1.0 - p)
         ctx.save_for_backward(keep)
@@ -91,4 +91,4 @@ class _HiddenDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         (keep,) = ctx.saved_tensors
-        return keep.to(d_out.dtype).mul_(d_out).mul_(ctx.scale), None, None
+        return keep.to(d_out.dtype).mul_(d_out).mul_(ctx.scale), None, None, None

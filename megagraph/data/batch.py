@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, coarsen, partition
 from megagraph.data.datasets import Graph
 from megagraph.data.sample import Neighbors, personalized_pagerank, sample_neighbors
@@ -18,19 +19,49 @@ from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
 SEQUENCE_ALIGNMENT = 128
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The part of every global batch that one rank builds; the default is all of it.
+
+    The sequences are dealt out over ``dp`` ranks, and the query rows of each over ``cp`` ranks (``NodeLayout``). A
+    rank goes through its sequences in ``num_microbatches`` equal runs.
+    """
+
+    dp_rank: int = 0
+    dp: int = 1
+    cp_rank: int = 0
+    cp: int = 1
+    num_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (("dp", self.dp_rank, self.dp), ("cp", self.cp_rank, self.cp)):
+            if not 0 <= rank < size:
+                raise ValueError(f"expected {name}_rank in 0..{name} - 1 = {size - 1}, got {rank}")
+        if self.num_microbatches < 1:
+            raise ValueError(f"expected num_microbatches >= 1, got {self.num_microbatches}")
+
+
+WHOLE = Share()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """B sequences of N slots: N' regular nodes, then N_s super nodes, the last G of them global tokens.
+    """One rank's share of B sequences of N slots: N' regular nodes, then N_s super nodes, the last G global tokens.
 
-    The first T regular slots are read out. U distinct rows of features serve all sequences. Shapes:
-        features:         [U, d_in]         float32  raw features of the batch's nodes and super nodes
-        node_index:       [B, N - G]        int64    row of ``features``, global tokens have none; 0 on padding
-        structure:        [B, C + G, N, N]  float32  channels of ``ProjectedBias``, or
-                          [B, N, N]         uint8    buckets of ``BucketBias``
-        key_padding_mask: [B, N]            bool     True = padding
-        labels:           [B, T]            int64    class, -1 = does not count
-        target_nodes:     [B, T]            int64    node id, -1 = padding
-        sequence_ids:     [B]               int64    position in the global batch
+    Empty sequences, with padding for all regular nodes, fill B up to a multiple of dp * K. The rank has b = B / dp
+    of them, and the S query rows of ``layout`` of each. Of the first T regular slots, which are read out, t are
+    among its rows. Each of its K micro-batches has its own table of U distinct rows of features, a shorter one
+    ending in zeros; ``torch.chunk(tensor, K)`` of every tensor gives the micro-batches. Shapes:
+        features:         [K * U, d_in]     float32  raw features of the nodes and super nodes in local slots
+        node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
+        structure:        [b, C + G, S, N]  float32  channels of ``ProjectedBias``, or
+                          [b, S, N]         uint8    buckets of ``BucketBias``
+        key_padding_mask: [b, N]            bool     True = padding
+        labels:           [b, t]            int64    class, -1 = does not count
+        target_nodes:     [b, t]            int64    node id, -1 = padding
+        sequence_ids:     [b]               int64    position in the global batch
+
+    ``num_targets`` is the number of labels that count in the global batch, on all ranks together.
     """
 
     features: Tensor
@@ -40,8 +71,8 @@ class Batch:
     labels: Tensor
     target_nodes: Tensor
     sequence_ids: Tensor
-    num_regular: int
-    num_super: int
+    layout: NodeLayout
+    num_targets: int
 
     @property
     def batch_size(self) -> int:
@@ -52,10 +83,17 @@ class Batch:
         """N, all slots of a sequence."""
         return self.key_padding_mask.shape[1]
 
-    @property
-    def num_targets(self) -> int:
-        """Labels that count."""
-        return int((self.labels >= 0).sum())
+    def model_inputs(self, dropout_key: Tensor | None = None) -> dict[str, Any]:
+        """The keyword arguments of a model's forward pass; ``dropout_key`` int32 [b] in training."""
+        return {
+            "features": self.features,
+            "node_index": self.node_index,
+            "structure": self.structure,
+            "key_padding_mask": self.key_padding_mask,
+            "layout": self.layout,
+            "num_targets": self.labels.shape[1],
+            "dropout_key": dropout_key,
+        }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -79,34 +117,64 @@ class _Builder:
         self._features = torch.from_numpy(graph.features)
         self._super_features = torch.from_numpy(coarsening.features)
 
-    def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray) -> Batch:
-        """Regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G], labels [B, T] -> Batch."""
-        num_sequences, num_regular = regular.shape
+    def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray, share: Share) -> Batch:
+        """The share of regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G] and labels [B, T]."""
+        num_targets = int((labels >= 0).sum())
         num_super = supers.shape[1] + self.structure.global_tokens
-        padding = np.zeros((num_sequences, num_regular + num_super), bool)
-        padding[:, :num_regular] = regular < 0
-        # one numbering for both: nodes first, then super nodes; padding takes a row that is there anyway
-        slots = np.concatenate([regular, supers + self.graph.num_nodes], axis=1)
-        slots[slots < 0] = slots[0, 0]
-        rows, node_index = np.unique(slots, return_inverse=True)
-        node_index = node_index.reshape(slots.shape)
-        node_index[padding[:, : slots.shape[1]]] = 0
-        num_graph_rows = int(np.searchsorted(rows, self.graph.num_nodes))
-        features = torch.empty(len(rows), self.graph.in_features)
-        torch.index_select(self._features, 0, torch.from_numpy(rows[:num_graph_rows]), out=features[:num_graph_rows])
-        super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
-        torch.index_select(self._super_features, 0, super_rows, out=features[num_graph_rows:])
+        layout = NodeLayout(regular.shape[1], num_super, share.cp_rank, share.cp)
+        block = slice(layout.block().start, layout.block().stop)
+
+        num_microbatches = share.num_microbatches
+        num_sequences = -(-len(regular) // (share.dp * num_microbatches)) * num_microbatches
+        ids = share.dp_rank * num_sequences + np.arange(num_sequences)
+        empty = ids >= len(regular)
+        sequences = np.where(empty, 0, ids)
+        regular, supers, labels = regular[sequences], supers[sequences], labels[sequences]
+        regular[empty] = labels[empty] = -1
+
+        padding = np.zeros((num_sequences, layout.num_columns), bool)
+        padding[:, : layout.num_nodes] = regular < 0
+        features, node_index = self._feature_tables(regular[:, block], supers, layout, num_microbatches)
         return Batch(
             features=features,
-            node_index=torch.from_numpy(node_index),
-            structure=self.structure.build(regular, supers),
+            node_index=node_index,
+            structure=self.structure.build(regular, supers, layout),
             key_padding_mask=torch.from_numpy(padding),
-            labels=torch.from_numpy(labels),
-            target_nodes=torch.from_numpy(np.ascontiguousarray(regular[:, : labels.shape[1]])),
-            sequence_ids=torch.arange(num_sequences),
-            num_regular=num_regular,
-            num_super=num_super,
+            # only T slots have labels: a block beyond them slices nothing
+            labels=torch.from_numpy(np.ascontiguousarray(labels[:, block])),
+            target_nodes=torch.from_numpy(np.ascontiguousarray(regular[:, : labels.shape[1]][:, block])),
+            sequence_ids=torch.from_numpy(ids),
+            layout=layout,
+            num_targets=num_targets,
         )
+
+    def _feature_tables(
+        self, block: np.ndarray, supers: np.ndarray, layout: NodeLayout, num_microbatches: int
+    ) -> tuple[Tensor, Tensor]:
+        """A rank's regular nodes [b, <= R] and super nodes [b, N_s - G] -> features, node_index of ``Batch``."""
+        # one numbering for both: nodes first, then super nodes
+        slots = np.full((len(block), layout.block_size + supers.shape[1]), -1)
+        slots[:, : block.shape[1]] = block
+        slots[:, layout.block_size :] = supers + self.graph.num_nodes
+        padding = slots < 0
+        tables, indices = [], []
+        for run in np.split(slots, num_microbatches):
+            # padding takes a row that is there anyway, a super node: regular nodes may all be padding
+            rows, index = np.unique(np.where(run < 0, run[0, -1], run), return_inverse=True)
+            tables.append(rows)
+            indices.append(index.reshape(run.shape))
+        node_index = np.concatenate(indices)
+        node_index[padding] = 0
+        num_rows = max(map(len, tables))
+        features = torch.empty(num_microbatches, num_rows, self.graph.in_features)
+        for table, rows in zip(features, tables, strict=True):
+            num_graph_rows = int(np.searchsorted(rows, self.graph.num_nodes))
+            graph_rows = torch.from_numpy(rows[:num_graph_rows])
+            super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
+            torch.index_select(self._features, 0, graph_rows, out=table[:num_graph_rows])
+            torch.index_select(self._super_features, 0, super_rows, out=table[num_graph_rows : len(rows)])
+            table[len(rows) :] = 0
+        return features.flatten(0, 1), torch.from_numpy(node_index)
 
 
 class EgoBatches(_Builder):
@@ -142,13 +210,18 @@ class EgoBatches(_Builder):
         order = nodes if rng is None else rng.permutation(nodes)
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
 
-    def build(self, targets: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator) -> Batch:
-        """One batch for the targets [B]; labels of nodes outside ``label_mask`` [V] do not count."""
+    def build(
+        self, targets: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
+    ) -> Batch:
+        """One batch for the targets [B]; labels of nodes outside ``label_mask`` [V] do not count.
+
+        Neighbours are drawn for all targets, so that every share is of the same batch.
+        """
         sampled = sample_neighbors(self.neighbors, targets, self.num_samples, self.k, rng)
         targets = np.repeat(targets, self.num_samples)[:, None]
         regular = np.concatenate([targets, sampled.reshape(len(targets), self.k)], axis=1)
         supers = self.coarsening.membership[targets].astype(np.int64)
-        return self._batch(regular, supers, np.where(label_mask[targets], self.graph.labels[targets], -1))
+        return self._batch(regular, supers, np.where(label_mask[targets], self.graph.labels[targets], -1), share)
 
 
 class ClusterBatches(_Builder):
@@ -206,11 +279,13 @@ class ClusterBatches(_Builder):
             room -= len(members)
         return [np.stack(sequences[start : start + batch_size]) for start in range(0, len(sequences), batch_size)]
 
-    def build(self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator) -> Batch:
+    def build(
+        self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
+    ) -> Batch:
         """One batch for the regular nodes [B, N']; labels of nodes outside ``label_mask`` [V] do not count."""
         supers = np.broadcast_to(self._supers, (len(regular), len(self._supers)))
         counts = (regular >= 0) & label_mask[regular]
-        return self._batch(regular, supers, np.where(counts, self.graph.labels[regular], -1))
+        return self._batch(regular, supers, np.where(counts, self.graph.labels[regular], -1), share)
 
 
 def prepare(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches
+from megagraph.data.batch import WHOLE, Batch, ClusterBatches, EgoBatches, Share
 
 
 class Loader:
@@ -21,6 +21,7 @@ class Loader:
         nodes: node ids whose labels count. Ego batches have these as targets, cluster batches all nodes.
         batch_size: targets (ego) or sequences (cluster) in a batch; the last batch may hold fewer.
         shuffle: a new order, or packing, every epoch.
+        share: the part of every batch to build; the batches themselves do not depend on it.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Loader:
         seed: int,
         shuffle: bool,
         num_workers: int = 0,
+        share: Share = WHOLE,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"expected batch_size >= 1, got {batch_size}")
@@ -46,7 +48,7 @@ class Loader:
         self._seed, self._shuffle = seed, shuffle
         self._sampler = _Items()
         self._loader = DataLoader(
-            _Batches(builder, nodes),
+            _Batches(builder, nodes, share),
             batch_size=None,
             sampler=self._sampler,
             num_workers=num_workers,
@@ -84,11 +86,12 @@ class _Items(Sampler):
 
 
 class _Batches(Dataset):
-    def __init__(self, builder: EgoBatches | ClusterBatches, nodes: np.ndarray) -> None:
+    def __init__(self, builder: EgoBatches | ClusterBatches, nodes: np.ndarray, share: Share) -> None:
         self._builder = builder
+        self._share = share
         self._label_mask = np.zeros(builder.graph.num_nodes, bool)
         self._label_mask[nodes] = True
 
     def __getitem__(self, item: tuple[np.ndarray, np.random.SeedSequence]) -> Batch:
         index, seeds = item
-        return self._builder.build(index, self._label_mask, np.random.default_rng(seeds))
+        return self._builder.build(index, self._label_mask, np.random.default_rng(seeds), self._share)

@@ -1,7 +1,8 @@
 """The structural bias as data: powers of the normalised adjacency (channels) or hop distances (buckets).
 
 A batch is B sequences of n regular nodes, then s super nodes, then G global tokens, N = n + s + G. Node id -1 is
-padding. A~ = D^-1/2 (A + I) D^-1/2 with the degrees of the whole graph; C is the number of its powers.
+padding. A~ = D^-1/2 (A + I) D^-1/2 with the degrees of the whole graph; C is the number of its powers. All these
+matrices are symmetric, so the rows that a rank holds (S of N, see ``NodeLayout``) are built without the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.datasets import Graph
 
@@ -121,25 +123,30 @@ class AdjacencyPowers:
         else:
             self._induced = InducedSubgraph(normalized)
 
-    def __call__(self, nodes: np.ndarray, start: int = 0) -> np.ndarray:
-        """Powers between nodes [B, m] from ``start`` on and all m -> float32 [B, C, m - start, m].
+    def __call__(self, nodes: np.ndarray, rows: range) -> np.ndarray:
+        """Powers between the slots ``rows`` of nodes [B, m] and all m -> float32 [B, C, len(rows), m].
 
         A node may occur twice in a sequence (two nodes of one super node), and then counts once.
         """
-        if self.scope == "graph":
-            table = self._table
-            pairs = table.lookup(nodes[:, start:, None], nodes[:, None, :]) if start else table.within(nodes)
-            return pairs.transpose(0, 3, 1, 2)
         num_sequences, m = nodes.shape
+        if self.scope == "graph":
+            if len(rows) == m:
+                pairs = self._table.within(nodes)
+            else:
+                pairs = self._table.lookup(nodes[:, rows.start : rows.stop, None], nodes[:, None, :])
+            return pairs.transpose(0, 3, 1, 2)
         first = _first_occurrence(nodes)
-        distinct = np.where(first == np.arange(m), nodes, -1)
-        base = torch.from_numpy(self._induced(distinct).toarray().reshape(num_sequences, m, m))
-        powers = [base]
-        for _ in range(self.num_powers - 1):
-            powers.append(torch.bmm(powers[-1], base))
-        sequence = np.arange(num_sequences)[:, None, None]
-        row, col = first[:, start:, None], first[:, None, :]
-        return np.stack([power.numpy()[sequence, row, col] for power in powers], axis=1)
+        base = self._induced(np.where(first == np.arange(m), nodes, -1))
+        blocks = sp.csr_array((base.data, _neighbor_rows(base), base.indptr), shape=(num_sequences * m,) * 2)
+        slot = np.arange(num_sequences)[:, None] * m + first
+        # the rows asked for stand in columns, so that the sparse factor is the left one
+        power = np.zeros((num_sequences * m, len(rows)), np.float32)
+        power[slot[:, rows.start : rows.stop], np.arange(len(rows))] = 1
+        powers = np.empty((num_sequences, self.num_powers, len(rows), m), np.float32)
+        for channel in range(self.num_powers):
+            power = blocks @ power
+            powers[:, channel] = power[slot].swapaxes(1, 2)
+        return powers
 
 
 def _first_occurrence(nodes: np.ndarray) -> np.ndarray:
@@ -154,34 +161,42 @@ def _first_occurrence(nodes: np.ndarray) -> np.ndarray:
     return first
 
 
-def hop_distances(adjacency: sp.csr_array, max_distance: int) -> np.ndarray:
-    """Hops within B graphs of n nodes each -> uint8 [B, n, n]; max_distance + 1 means further or unreachable.
+def _neighbor_rows(adjacency: sp.csr_array) -> np.ndarray:
+    """Entries of B graphs [B * n, n], as InducedSubgraph gives them -> the row of every entry's column."""
+    num_rows, n = adjacency.shape
+    row = np.repeat(np.arange(num_rows), np.diff(adjacency.indptr))
+    return row - row % n + adjacency.indices
 
-    A breadth-first search from all nodes at once, 64 sources to a machine word: a hop is one OR over the
-    neighbours, and the distance is the number of hops after which a node is still unreached.
+
+def hop_distances(adjacency: sp.csr_array, max_distance: int, sources: range) -> np.ndarray:
+    """Hops from the nodes ``sources`` of B graphs to all n nodes of theirs -> uint8 [B, len(sources), n].
+
+    max_distance + 1 means further or unreachable. A breadth-first search from all sources at once, 64 to a machine
+    word: a hop is one OR over the neighbours, and the distance is the number of hops after which a node is still
+    unreached.
 
     Args:
         adjacency: [B * n, n] as InducedSubgraph gives it, with self loops; an empty row is a node on its own.
     """
     num_rows, n = adjacency.shape
-    distance = np.full((num_rows, n), max_distance + 1, np.uint8)
-    row = np.repeat(np.arange(num_rows), np.diff(adjacency.indptr))
-    neighbor = row - row % n + adjacency.indices
+    distances = np.empty((num_rows // n, len(sources), n), np.uint8)
+    neighbor = _neighbor_rows(adjacency)
     linked = np.flatnonzero(np.diff(adjacency.indptr))
     starts = adjacency.indptr[linked]
     words = max(1, _FRONTIER_BYTES // (8 * max(1, adjacency.nnz)))
-    for first in range(0, n, 64 * words):
-        sources = min(64 * words, n - first)
-        reached = np.zeros((n, -(-sources // 64) * 64), bool)
-        reached[np.arange(first, first + sources), np.arange(sources)] = True
+    for start in range(0, len(sources), 64 * words):
+        chunk = sources[start : start + 64 * words]
+        reached = np.zeros((n, -(-len(chunk) // 64) * 64), bool)
+        reached[chunk, np.arange(len(chunk))] = True
         bits = np.packbits(reached, axis=1, bitorder="little").view(np.uint64)
         bits = np.tile(bits, (num_rows // n, 1))
+        distance = np.full((num_rows, len(chunk)), max_distance + 1, np.uint8)
         for hop in range(max_distance + 1):
             if hop and len(linked):
                 bits[linked] = np.bitwise_or.reduceat(bits[neighbor], starts, axis=0)
-            unpacked = np.unpackbits(bits.view(np.uint8), axis=1, count=sources, bitorder="little")
-            distance[:, first : first + sources] -= unpacked
-    return distance.reshape(-1, n, n)
+            distance -= np.unpackbits(bits.view(np.uint8), axis=1, count=len(chunk), bitorder="little")
+        distances[:, start : start + len(chunk)] = distance.reshape(-1, n, len(chunk)).swapaxes(1, 2)
+    return distances
 
 
 class BiasChannels:
@@ -200,22 +215,22 @@ class BiasChannels:
         self.coarse_powers = AdjacencyPowers(coarsening.adjacency, num_powers, scope)
         self._super_of = np.append(coarsening.membership, -1)  # padding (-1) stays padding
 
-    def build(self, regular: np.ndarray, supers: np.ndarray) -> torch.Tensor:
-        """Regular nodes [B, n], super nodes [B, s] -> float32 [B, C + G, N, N]; zero on padding."""
-        num_sequences, n = regular.shape
-        tokens = n + supers.shape[1]
-        size = tokens + self.global_tokens
-        num_powers = self.powers.num_powers
-        channels = np.zeros((num_sequences, self.size, size, size), np.float32)
-        channels[:, :num_powers, :n, :n] = self.powers(regular)
-        coarse = self.coarse_powers(np.concatenate([self._super_of[regular], supers], axis=1), start=n)
-        channels[:, :num_powers, n:tokens, :tokens] = coarse
-        channels[:, :num_powers, :n, n:tokens] = coarse[..., :n].swapaxes(2, 3)
-        valid = np.ones((num_sequences, size), np.float32)
+    def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> torch.Tensor:
+        """Regular nodes [B, n], super nodes [B, s] -> float32 [B, C + G, S, N]; zero on padding."""
+        n, s, block = layout.num_nodes, supers.shape[1], layout.block()
+        num_powers, tokens = self.powers.num_powers, n + s
+        channels = np.zeros((len(regular), self.size, layout.num_local, layout.num_columns), np.float32)
+        regular_rows, super_rows = channels[:, :, : len(block)], channels[:, :, layout.block_size :]
+        regular_rows[:, :num_powers, :, :n] = self.powers(regular, block)
+        coarse = self.coarse_powers(np.concatenate([self._super_of[regular], supers], axis=1), range(n, tokens))
+        super_rows[:, :num_powers, :s, :tokens] = coarse
+        regular_rows[:, :num_powers, :, n:tokens] = coarse[..., block.start : block.stop].swapaxes(2, 3)
+        valid = np.ones((len(regular), layout.num_columns), np.float32)
         valid[:, :n] = regular >= 0
         for token in range(self.global_tokens):
-            channels[:, num_powers + token, tokens + token] = valid
-            channels[:, num_powers + token, :, tokens + token] = valid
+            super_rows[:, num_powers + token, s + token] = valid
+            super_rows[:, num_powers + token, :, tokens + token] = 1
+            regular_rows[:, num_powers + token, :, tokens + token] = valid[:, block.start : block.stop]
         return torch.from_numpy(channels)
 
 
@@ -247,20 +262,23 @@ class DistanceBuckets:
         self.global_tokens = global_tokens
         self._induced = InducedSubgraph(normalized_adjacency(graph.adjacency))
         self._super_of = coarsening.membership
-        self._coarse_hops = hop_distances(coarsening.adjacency, max_distance)[0]
+        self._coarse_hops = hop_distances(coarsening.adjacency, max_distance, range(coarsening.num_parts))[0]
 
-    def build(self, regular: np.ndarray, supers: np.ndarray) -> torch.Tensor:
-        """Regular nodes [B, n], super nodes [B, s] -> uint8 [B, N, N]."""
-        num_sequences, n = regular.shape
-        tokens = n + supers.shape[1]
-        size = tokens + self.global_tokens
-        buckets = np.full((num_sequences, size, size), self.size - 1, np.uint8)
-        buckets[:, :n, :n] = hop_distances(self._induced(regular), self.max_distance)
+    def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> torch.Tensor:
+        """Regular nodes [B, n], super nodes [B, s] -> uint8 [B, S, N]."""
+        n, s, block = layout.num_nodes, supers.shape[1], layout.block()
+        tokens = n + s
+        buckets = np.full((len(regular), layout.num_local, layout.num_columns), self.size - 1, np.uint8)
+        regular_rows, super_rows = buckets[:, : len(block)], buckets[:, layout.block_size :]
+        regular_rows[:, :, :n] = hop_distances(self._induced(regular), self.max_distance, block)
         coarse = np.concatenate([self._super_of[regular], supers], axis=1)
         hops = self._coarse_hops[supers[:, :, None], coarse[:, None, :]] + np.uint8(self.max_distance + 2)
-        buckets[:, n:tokens, :tokens] = hops
-        buckets[:, :n, n:tokens] = hops[..., :n].swapaxes(1, 2)
-        sequence, slot = np.nonzero(regular < 0)
-        buckets[sequence, slot] = PADDING
+        super_rows[:, :s, :tokens] = hops
+        regular_rows[:, :, n:tokens] = hops[..., block.start : block.stop].swapaxes(1, 2)
+        buckets[:, len(block) : layout.block_size] = PADDING
+        padding = regular < 0
+        sequence, slot = np.nonzero(padding[:, block.start : block.stop])
+        regular_rows[sequence, slot] = PADDING
+        sequence, slot = np.nonzero(padding)
         buckets[sequence, :, slot] = PADDING
         return torch.from_numpy(buckets)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import BucketBias, ProjectedBias
 from megagraph.attention.dropout import hidden_dropout, mix_key
+from megagraph.attention.layout import NodeLayout, row_ids
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.models.config import ModelConfig
 
@@ -22,16 +24,17 @@ class GraphTransformerLayer(nn.Module):
 
     Args:
         index: position of this layer in the whole model, part of its dropout key.
+        mesh: the CP group over which the nodes of a sequence are spread; ``None`` for one rank.
     """
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, index: int, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self.index = index
         self.bias_form = config.bias
         self.dropout = config.dropout
         self.bias_weight = nn.Parameter(torch.empty(config.heads, config.bias_size))
         self.attention_norm = nn.LayerNorm(config.dim)
-        self.attention = BiasedRingAttention(config.dim, config.heads, dropout=config.attention_dropout)
+        self.attention = BiasedRingAttention(config.dim, config.heads, dropout=config.attention_dropout, mesh=mesh)
         self.ffn_norm = nn.LayerNorm(config.dim)
         self.ffn = nn.Sequential(
             nn.Linear(config.dim, config.ffn_dim), nn.GELU(), nn.Linear(config.ffn_dim, config.dim)
@@ -42,20 +45,22 @@ class GraphTransformerLayer(nn.Module):
         x: Tensor,
         structure: Tensor,
         key_padding_mask: Tensor,
+        layout: NodeLayout,
         dropout_key: Tensor | None = None,
         num_queries: int | None = None,
     ) -> Tensor:
-        """One layer.
+        """One layer, on the S rows of a rank (all N on one rank).
 
         Args:
-            x: [B, N, d].
-            structure: channels [B or 1, C, N, N] or uint8 buckets [B or 1, N, N].
+            x: [B, S, d].
+            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N].
             key_padding_mask: bool [B, N], True = padding.
+            layout: which nodes the rows are.
             dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
             num_queries: compute only the first M rows.
 
         Returns:
-            [B, M, d], M = N unless ``num_queries`` says less.
+            [B, M, d], M = S unless ``num_queries`` says less.
         """
         rows = slice(num_queries)
         bias: BucketBias | ProjectedBias
@@ -64,13 +69,15 @@ class GraphTransformerLayer(nn.Module):
         else:
             bias = ProjectedBias(structure[:, :, rows], self.bias_weight)
         key_at = [None if dropout_key is None else mix_key(dropout_key, self.index, site) for site in range(3)]
+        nodes = row_ids(layout, x.device)[rows]
         h = self.attention(
             self.attention_norm(x),
             bias,
+            layout=layout,
             key_padding_mask=key_padding_mask,
             dropout_key=key_at[_ATTENTION_SITE],
             num_queries=num_queries,
         )
-        x = x[:, rows] + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE])
+        x = x[:, rows] + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], nodes)
         h = self.ffn(self.ffn_norm(x))
-        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE])
+        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], nodes)

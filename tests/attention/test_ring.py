@@ -7,7 +7,9 @@ import torch
 
 import megagraph as mg
 from megagraph.attention.ring import loopback_attention
-from tests.problems import DEVICE, FORMS, Problem, assert_matches, hide_row, make_problem, with_learned
+from tests import ranks
+from tests.attention import ring_cases
+from tests.problems import FORMS, Problem, assert_matches, make_problem, ring_problem, with_learned
 
 IMPLS = ("triton", "blocked")
 # (P, N_s, N'): blocks of equal and of unequal length, fewer nodes than ranks
@@ -24,17 +26,6 @@ CASES = [
 def _triton(request):
     if "triton" in request.node.name:
         pytest.importorskip("triton", reason="triton has wheels for Linux only")
-
-
-def ring_problem(form, world_size, num_super, num_nodes, **options) -> Problem:
-    """Row 0 lives on rank 0 and can attend to one key only: the first of rank 1's block, which arrives last."""
-    N = num_nodes + num_super
-    problem = make_problem(form, N, N, 4, **options)
-    if form != "none":
-        hidden = torch.ones(N, dtype=torch.bool, device=DEVICE)
-        hidden[-(-num_nodes // world_size) % num_nodes] = False
-        hide_row(problem.bias, 0, hidden)
-    return problem
 
 
 def run(problem: Problem, attend, **options) -> dict[str, torch.Tensor]:
@@ -58,6 +49,26 @@ def test_ring_is_dense_attention(form, world_size, num_super, num_nodes, impl):
     problem = ring_problem(form, world_size, num_super, num_nodes, B=1, dropout_p=dropout_p)
     got = run(problem, loopback_attention, num_super=num_super, world_size=world_size, impl=impl)
     assert_matches(got, problem)
+
+
+@pytest.mark.parametrize("case", ring_cases.ring_options(2))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ring_over_processes_is_dense_attention(case, world_size):
+    problem = ring_cases.ring_problem(**ring_cases.ring_options(world_size)[case])
+    for result in ranks.results(world_size):
+        assert_matches(result[case], problem)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
+    module, x, index = ring_cases.attention_and_input()
+    table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
+    loss = (module(x.requires_grad_(), mg.BucketBias(index, table)) ** 2).mean()
+    loss.backward()
+    want = {name: parameter.grad for name, parameter in module.named_parameters()}
+    want |= {"table": table.grad, "x": x.grad, "loss": loss.detach()}
+    for result in ranks.results(world_size):
+        torch.testing.assert_close(result["gather"], want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)

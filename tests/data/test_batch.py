@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, prepare
+from megagraph.attention.layout import NodeLayout
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.datasets import random_split, synthetic_graph
 from megagraph.data.loader import Loader
 from tests.data.graphs import make_graph
@@ -33,17 +34,18 @@ def form_of(batch):
 
 
 def check_shapes(batch, B, N, T, G, bias):
-    assert (batch.batch_size, batch.num_nodes, batch.num_regular + batch.num_super) == (B, N, N)
+    assert (batch.batch_size, batch.num_nodes, batch.layout.num_columns, batch.layout.num_local) == (B, N, N, N)
     assert batch.node_index.shape == (B, N - G) and batch.node_index.max() < len(batch.features)
     assert batch.labels.shape == batch.target_nodes.shape == (B, T)
     assert batch.sequence_ids.tolist() == list(range(B))
+    assert batch.num_targets == (batch.labels >= 0).sum()
     if bias == "projected":
         assert batch.structure.shape == (B, 4 + G, N, N) and batch.structure.dtype == torch.float32
     else:
         assert batch.structure.shape == (B, N, N) and batch.structure.dtype == torch.uint8
         masked = batch.key_padding_mask[:, :, None] | batch.key_padding_mask[:, None]
         assert ((batch.structure == 255) == masked).all()
-    assert not batch.key_padding_mask[:, batch.num_regular :].any()
+    assert not batch.key_padding_mask[:, batch.layout.num_nodes :].any()
 
 
 def test_ego_batch(graph, ego):
@@ -52,7 +54,7 @@ def test_ego_batch(graph, ego):
     batch = ego.build(targets, mask, np.random.default_rng(0))
     bias = form_of(batch)
     check_shapes(batch, B=9, N=10, T=1, G=2, bias=bias)
-    assert ego.sequence_nodes == 10 and (batch.num_regular, batch.num_super) == (7, 3)
+    assert ego.sequence_nodes == 10 and batch.layout == NodeLayout(7, 3)
     assert batch.target_nodes[:, 0].tolist() == np.repeat(targets, 3).tolist()
     labels = graph.labels[targets] * mask[targets] - ~mask[targets]
     assert batch.labels[:, 0].tolist() == np.repeat(labels, 3).tolist()
@@ -110,6 +112,145 @@ def test_whole_clusters_are_packed_and_long_ones_cut(graph):
     assert small.num_regular == 400 and small.sequence_nodes == 404
     (sequences,) = small.plan(np.arange(400), 100, None)
     assert sorted(sequences[0]) == list(range(400))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        # not a multiple of 2, 3 or 4; one leaves a rank of 4 without nodes
+        {"k": 6, "num_samples": 1},
+        {"batching": "cluster", "sequence_nodes": 13, "cluster_size": 5, "num_super": 6},
+        {"k": 1, "num_samples": 1},
+        {"batching": "cluster", "sequence_nodes": 3, "cluster_size": 5, "num_super": 6},
+    ],
+    ids=["ego7", "cluster13", "ego2", "cluster3"],
+)
+def odd_options(request):
+    return request.param
+
+
+@pytest.fixture(
+    scope="module",
+    params=[{"scope": "graph"}, {"scope": "batch"}, {"bias": "bucket", "max_distance": 3}],
+    ids=["graph", "batch", "bucket"],
+)
+def odd(request, odd_options):
+    """A builder of sequences that no layout divides, and the sequences of a whole batch and of a ragged one."""
+    graph = synthetic_graph(num_nodes=60, average_degree=3, in_features=5, seed=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megagraph.data.batch.SEQUENCE_ALIGNMENT", 1)
+        builder = prepare(graph, channels=3, global_tokens=2, **odd_options, **request.param)
+    sequences = np.concatenate(builder.plan(np.arange(60), 4, np.random.default_rng(0)))
+    return builder, (sequences[:4], sequences[4:5])
+
+
+every_layout = pytest.mark.parametrize(
+    ("dp", "cp", "num_microbatches"), [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1), (2, 3, 3)]
+)
+
+
+def shares_of(odd, dp, cp, num_microbatches):
+    """(whole batch, slice of the sequences of a rank, share) for every rank; of the ragged batch most are empty."""
+    builder, items = odd
+    mask = np.arange(60) % 5 != 0
+    for item in items:
+        whole = builder.build(item, mask, np.random.default_rng(0))
+        assert whole.batch_size == len(item) and whole.num_targets > 0
+        b = -(-len(item) // (dp * num_microbatches)) * num_microbatches
+        for dp_rank in range(dp):
+            for cp_rank in range(cp):
+                share = Share(dp_rank=dp_rank, dp=dp, cp_rank=cp_rank, cp=cp, num_microbatches=num_microbatches)
+                batch = builder.build(item, mask, np.random.default_rng(0), share)
+                assert batch.layout == NodeLayout(whole.layout.num_nodes, whole.layout.num_super, cp_rank, cp)
+                assert (batch.batch_size, batch.num_nodes) == (b, whole.num_nodes)
+                yield whole, slice(dp_rank * b, (dp_rank + 1) * b), batch
+
+
+def hidden_rows(batch):
+    """[b, S] True = padding of the sequence or of the layout."""
+    rows = batch.layout.local_to_global
+    return batch.key_padding_mask[:, rows] | (rows < 0)
+
+
+@every_layout
+def test_shares_have_their_rows_of_the_structure(odd, dp, cp, num_microbatches):
+    for whole, run, batch in shares_of(odd, dp, cp, num_microbatches):
+        mask = whole.key_padding_mask[run]
+        assert torch.equal(batch.key_padding_mask[: len(mask)], mask)
+        empty = batch.key_padding_mask[len(mask) :]
+        assert empty[:, : batch.layout.num_nodes].all() and not empty[:, batch.layout.num_nodes :].any()
+        rows = batch.layout.local_to_global
+        held = rows >= 0
+        structure = batch.structure[: len(mask)]
+        torch.testing.assert_close(structure[..., held, :], whole.structure[run][..., rows[held], :])
+        masked = hidden_rows(batch)[:, :, None] | batch.key_padding_mask[:, None]
+        if form_of(batch) == "bucket":
+            assert ((batch.structure == 255) == masked).all()
+        else:
+            assert not batch.structure.movedim(1, -1)[masked].any()
+
+
+@every_layout
+def test_shares_have_the_features_they_need(odd, dp, cp, num_microbatches):
+    for whole, run, batch in shares_of(odd, dp, cp, num_microbatches):
+        slots = batch.layout.local_to_global[:-2]  # global tokens have no features
+        hidden = hidden_rows(batch)[:, :-2]
+        assert batch.node_index.shape == hidden.shape and (batch.node_index[hidden] == 0).all()
+        tables = batch.features.chunk(num_microbatches)
+        indices = batch.node_index.chunk(num_microbatches)
+        rows = torch.cat([table[index] for table, index in zip(tables, indices, strict=True)])
+        expected = whole.features[whole.node_index[run]][:, slots]
+        real = ~hidden[: len(expected)]
+        assert torch.equal(rows[: len(expected)][real], expected[real])
+        sizes = []
+        for table, index, skip in zip(tables, indices, hidden.chunk(num_microbatches), strict=True):
+            used = index[~skip].unique()
+            assert used.tolist() == list(range(len(used))) and not table[len(used) :].any()
+            assert len(table[: len(used)].unique(dim=0)) == len(used)
+            sizes.append(len(used))
+        assert len(batch.features) == num_microbatches * max(sizes)
+
+
+@every_layout
+def test_labels_of_all_shares_are_those_of_the_batch(odd, dp, cp, num_microbatches):
+    found = {}
+    for whole, run, batch in shares_of(odd, dp, cp, num_microbatches):
+        assert batch.num_targets == whole.num_targets
+        assert batch.sequence_ids.tolist() == list(range(run.start, run.stop))
+        for name in ("labels", "target_nodes"):
+            found.setdefault((whole.batch_size, name, run.start), []).append(getattr(batch, name))
+            if batch.layout.rank == cp - 1:
+                blocks = torch.cat(found[whole.batch_size, name, run.start], dim=1)
+                expected = getattr(whole, name)[run]
+                assert torch.equal(blocks[: len(expected)], expected) and (blocks[len(expected) :] == -1).all()
+
+
+def test_loader_gives_the_shares_of_its_batches(graph):
+    builder = prepare(graph, k=4, num_samples=3)
+    options = {"nodes": np.arange(0, 400, 7), "batch_size": 8, "seed": 0, "shuffle": True}
+    whole = list(Loader(builder, **options).epoch(1))
+    ranks = [Loader(builder, **options, share=Share(dp_rank=rank, dp=2)).epoch(1) for rank in range(2)]
+    assert [len(epoch) for epoch in ranks] == 2 * [len(whole)]
+    for batch, *shares in zip(whole, *ranks, strict=True):
+        ids = torch.cat([share.sequence_ids for share in shares])
+        nodes = torch.cat([share.features[share.node_index][:, 1:5] for share in shares])
+        hidden = batch.key_padding_mask[:, 1:5]
+        assert ids[: batch.batch_size].tolist() == batch.sequence_ids.tolist()
+        expected = batch.features[batch.node_index][:, 1:5]
+        assert torch.equal(nodes[: batch.batch_size][~hidden], expected[~hidden])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp_rank": 2, "dp": 2}, r"expected dp_rank in 0\.\.dp - 1 = 1, got 2"),
+        ({"cp_rank": -1}, r"expected cp_rank in 0\.\.cp - 1 = 0, got -1"),
+        ({"num_microbatches": 0}, "expected num_microbatches >= 1, got 0"),
+    ],
+)
+def test_share_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        Share(**options)
 
 
 def test_to_and_slots_keep_every_field(ego):

@@ -1,12 +1,22 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megagraph.attention.layout import NodeLayout
 from megagraph.data import structure
 from megagraph.data.coarsen import coarsen, normalized_adjacency
 from megagraph.data.datasets import synthetic_graph
-from megagraph.data.structure import AdjacencyPowers, BiasChannels, DistanceBuckets, InducedSubgraph, hop_distances
+from megagraph.data.structure import (
+    AdjacencyPowers,
+    BiasChannels,
+    DistanceBuckets,
+    InducedSubgraph,
+    PairTable,
+    hop_distances,
+)
 from tests.data.graphs import dense_hops, dense_normalized, make_graph, random_graphs
 
 POWERS = 4
@@ -26,6 +36,18 @@ def sequences(draw, max_super=2):
     s = draw(st.integers(0, min(max_super, coarsening.num_parts)))
     supers = np.stack([draw(st.permutations(range(coarsening.num_parts)))[:s] for _ in regular]).astype(np.int64)
     return graph, coarsening, regular, supers.reshape(2, s)
+
+
+def layouts_of(regular, supers, world_size):
+    return [NodeLayout(regular.shape[1], supers.shape[1] + GLOBAL, rank, world_size) for rank in range(world_size)]
+
+
+def rows_of(full, layout, padding):
+    """A rank's rows of [..., N, N]; the padding of the layout is ``padding``."""
+    rows = layout.local_to_global.numpy()
+    local = full[..., rows, :]
+    local[..., rows < 0, :] = padding
+    return local
 
 
 def dense_powers(matrix):
@@ -67,15 +89,17 @@ def test_channels_are_the_definition(scope, pairwise, monkeypatch):
     monkeypatch.setattr(structure, "_PAIRWISE_NODES", pairwise)
 
     @settings(deadline=None, max_examples=40)
-    @given(sequences())
-    def check(problem):
+    @given(sequences(), st.integers(1, 4))
+    def check(problem, cp):
         graph, coarsening, regular, supers = problem
         channels = BiasChannels(graph, coarsening, num_powers=POWERS, global_tokens=GLOBAL, scope=scope)
-        got = channels.build(regular, supers).numpy()
-        assert got.dtype == np.float32 and channels.size == POWERS + GLOBAL
-        for b in range(len(regular)):
-            expected = expected_channels(graph, coarsening, regular[b], supers[b], scope)
-            np.testing.assert_allclose(got[b], expected, atol=1e-6)
+        assert channels.size == POWERS + GLOBAL
+        nodes = zip(regular, supers, strict=True)
+        expected = np.stack([expected_channels(graph, coarsening, *sequence, scope) for sequence in nodes])
+        for layout in layouts_of(regular, supers, cp):
+            got = channels.build(regular, supers, layout).numpy()
+            assert got.dtype == np.float32
+            np.testing.assert_allclose(got, rows_of(expected, layout, 0), atol=1e-6)
 
     check()
 
@@ -103,28 +127,78 @@ def test_buckets_are_hop_distances(pairwise, max_distance, monkeypatch):
     monkeypatch.setattr(structure, "_PAIRWISE_NODES", pairwise)
 
     @settings(deadline=None, max_examples=40)
-    @given(sequences())
-    def check(problem):
+    @given(sequences(), st.integers(1, 4))
+    def check(problem, cp):
         graph, coarsening, regular, supers = problem
         buckets = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=GLOBAL)
-        got = buckets.build(regular, supers).numpy()
-        assert got.dtype == np.uint8 and buckets.size == structure.num_buckets(max_distance)
-        for b in range(len(regular)):
-            expected = expected_buckets(graph, coarsening, regular[b], supers[b], max_distance)
-            np.testing.assert_array_equal(got[b], expected)
+        assert buckets.size == structure.num_buckets(max_distance)
+        nodes = zip(regular, supers, strict=True)
+        expected = np.stack([expected_buckets(graph, coarsening, *sequence, max_distance) for sequence in nodes])
+        for layout in layouts_of(regular, supers, cp):
+            got = buckets.build(regular, supers, layout).numpy()
+            assert got.dtype == np.uint8
+            np.testing.assert_array_equal(got, rows_of(expected, layout, 255))
 
     check()
 
 
+@pytest.mark.parametrize("sources", [range(150), range(20, 120), range(7, 7)], ids=["all", "some", "none"])
 @pytest.mark.parametrize("frontier_bytes", [8, 2**20], ids=["blocks", "whole"])
-def test_hops_over_more_sources_than_a_word_has_bits(frontier_bytes, monkeypatch):
+def test_hops_over_more_sources_than_a_word_has_bits(frontier_bytes, sources, monkeypatch):
     monkeypatch.setattr(structure, "_FRONTIER_BYTES", frontier_bytes)
     graph = synthetic_graph(num_nodes=300, average_degree=2, seed=0)
     nodes = np.random.default_rng(0).permutation(300).reshape(2, 150)
-    got = hop_distances(InducedSubgraph(normalized_adjacency(graph.adjacency))(nodes), 5)
+    got = hop_distances(InducedSubgraph(normalized_adjacency(graph.adjacency))(nodes), 5, sources)
     for b, sequence in enumerate(nodes):
         expected = dense_hops(graph.adjacency.toarray()[np.ix_(sequence, sequence)], 5)
-        np.testing.assert_array_equal(got[b], expected)
+        np.testing.assert_array_equal(got[b], expected[sources])
+
+
+@pytest.fixture(scope="module", params=["graph", "batch", "bucket"])
+def long_sequence(request):
+    """A form of the bias, and one sequence that is long enough for the rows to dominate its cost."""
+    graph = synthetic_graph(num_nodes=2048, average_degree=4, seed=0)
+    coarsening = coarsen(graph, 8)
+    if request.param == "bucket":
+        form = DistanceBuckets(graph, coarsening, max_distance=4, global_tokens=GLOBAL)
+    else:
+        form = BiasChannels(graph, coarsening, num_powers=2, global_tokens=GLOBAL, scope=request.param)
+    return form, np.arange(2048)[None], np.arange(8)[None]
+
+
+def test_a_rank_makes_room_for_its_own_rows_only(long_sequence):
+    form, *nodes = long_sequence
+    peak_bytes = []
+    for world_size in (1, 16):
+        layout = layouts_of(*nodes, world_size)[-1]
+        tracemalloc.start()
+        form.build(*nodes, layout)
+        peak_bytes.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peak_bytes[1] < peak_bytes[0] / 4
+
+
+def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monkeypatch):
+    form, *nodes = long_sequence
+    layout = layouts_of(*nodes, 16)[3]
+    pairs, sources = [], []
+    lookup, search = PairTable.lookup, structure.hop_distances
+
+    def counted_lookup(self, rows, cols):
+        pairs.append(np.broadcast(rows, cols).size)
+        return lookup(self, rows, cols)
+
+    def counted_search(adjacency, max_distance, from_nodes):
+        sources.extend(from_nodes)
+        return search(adjacency, max_distance, from_nodes)
+
+    monkeypatch.setattr(PairTable, "lookup", counted_lookup)
+    monkeypatch.setattr(structure, "hop_distances", counted_search)
+    form.build(*nodes, layout)
+    if isinstance(form, DistanceBuckets):
+        assert sources == list(layout.block()) and not pairs
+    else:
+        assert pairs == ([128 * 2048, 8 * (2048 + 8)] if form.powers.scope == "graph" else [])
 
 
 def test_auto_scope_follows_the_size_of_the_powers(monkeypatch):

@@ -1,0 +1,104 @@
+"""The processes of a run: their group, their mesh, and how they agree before they start to depend on each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megagraph.planner.plan import Plan
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=10)  # a collective that takes longer has lost a rank
+
+
+def world_size() -> int:
+    """Processes of this run: of the process group, or as torchrun says in the environment; 1 without both."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The process group of a run that torchrun started; nothing to do for one process or inside a group.
+
+    A rank that fails leaves without waiting for the others: the launcher ends them.
+    """
+    if world_size() == 1 or dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    yield
+    dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
+    dist.destroy_process_group()
+
+
+def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """A mesh with the dims pp, dp and cp, neighbours of a ring side by side; ``None`` for one process."""
+    if plan.world_size == 1:
+        return None
+    return init_device_mesh(device.type, (plan.pp, plan.dp, plan.cp), mesh_dim_names=("pp", "dp", "cp"))
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """``function()`` on every rank; where it fails on one rank, every rank raises the first rank's error.
+
+    Without this a rank that stops alone would leave the others waiting in their next collective.
+    """
+    try:
+        result, error = function(), None
+    except Exception as caught:
+        result, error = None, caught
+    errors = _all_gather(None if error is None else (type(error), str(error)))
+    failed = {rank: message for rank, message in enumerate(errors) if message is not None}
+    if not failed:
+        return result  # type: ignore[return-value]
+    first, (kind, message) = next(iter(failed.items()))
+    if set(failed.values()) != {(kind, message)} or len(failed) < len(errors):
+        message = f"rank {first}: {message}"
+    raise kind(message) from error
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """``function()`` on rank 0; every rank gets its result, or raises its error."""
+    result = on_every_rank(lambda: function() if rank() == 0 else None)
+    return _all_gather(result)[0]
+
+
+def check_equal(what: str, values: dict[str, Any]) -> None:
+    """Raise the same ValueError on every rank unless all ranks hold equal ``values``."""
+    everyone = _all_gather(values)
+    for name, expected in everyone[0].items():
+        for rank, others in enumerate(everyone):
+            if others[name] != expected:
+                raise ValueError(
+                    f"{what} must be the same on every rank, but {name} is {expected!r} on rank 0 "
+                    f"and {others[name]!r} on rank {rank}"
+                )
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Sum x over all processes of the run, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def _all_gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

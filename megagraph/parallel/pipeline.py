@@ -1,0 +1,160 @@
+"""Pipeline parallelism: a stage is a slice of the model's layers, and a batch runs through all of them.
+
+    stage 0   embed, layers 0..a-1          [b, S, d] ->
+    stage i   layers a..b-1                 -> [b, S, d] ->
+    stage P-1 layers ..L-1, read-out        -> class scores, loss
+
+The structure of a batch (bias data, masks, dropout keys) never travels: every rank has its own, chunked like x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+from megagraph.attention.layout import NodeLayout
+from megagraph.data.batch import Batch
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.planner.plan import Plan
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Stage(nn.Module):
+    """Some layers of a model; the first stage embeds, the last reads out.
+
+    Args:
+        model: the whole model; what belongs to other stages is dropped from it.
+        layers: the layers to keep.
+        autocast: run the forward pass in bf16 mixed precision.
+    """
+
+    def __init__(self, model: HierarchicalGT, layers: range, *, autocast: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = layers.start == 0, layers.stop == model.config.layers
+        self.autocast = autocast
+        model.keep_layers(layers)
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of what goes from stage to stage."""
+        return torch.bfloat16 if self.autocast else next(self.parameters()).dtype
+
+    def forward(
+        self,
+        x: Tensor | None = None,
+        *,
+        features: Tensor,
+        node_index: Tensor,
+        structure: Tensor,
+        key_padding_mask: Tensor,
+        layout: NodeLayout,
+        num_targets: int,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """x [b, S, d], or nothing on the first stage -> [b, S, d], or class scores [b, T, classes] on the last."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            if self.first:
+                x = self.model.embed(features, node_index, layout, dropout_key)
+            assert x is not None
+            x = self.model.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
+            return self.model.read_out(x) if self.last else x
+
+
+class Pipeline:
+    """This rank's stage, run with those of the other ranks of its pipeline.
+
+    Args:
+        stage: the bare stage, for evaluation.
+        module: the stage, or a wrapper that reduces its gradients, for training.
+        mesh: with the dim pp; ``None`` for one process.
+    """
+
+    def __init__(self, stage: Stage, module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> None:
+        self.stage, self.module, self.plan, self.mesh = stage, module, plan, mesh
+        self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
+        self._schedules: dict[tuple, ScheduleGPipe] = {}
+
+    def backward(self, batch: Batch, dropout_key: Tensor, loss: Loss) -> Tensor:
+        """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.
+
+        Args:
+            loss: (class scores [b, T, classes], labels [b, T]) -> sum over the targets.
+
+        Returns:
+            this rank's share of the global loss, the mean over the targets; 0 unless it has the last stage.
+        """
+        inputs = batch.model_inputs(dropout_key)
+        self._loss = lambda scores, labels: loss(scores, labels) / batch.num_targets
+        if self._group is None:
+            value = self._loss(self.module(**inputs), batch.labels)
+            value.backward()
+            return value.detach()
+        losses: list[Tensor] = []
+        target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stage.last else {}
+        self._schedule(self.module, batch, inputs, training=True).step(**inputs, **target)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.stage.device)
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor | None:
+        """Class scores [b, T, classes] of this rank's share; ``None`` unless it has the last stage."""
+        inputs = batch.model_inputs()
+        if self._group is None:
+            return self.stage(**inputs)
+        return self._schedule(self.stage, batch, inputs, training=False).step(**inputs)
+
+    def _schedule(self, module: nn.Module, batch: Batch, inputs: dict[str, Any], *, training: bool) -> ScheduleGPipe:
+        """One for every shape of batch: what stages send each other is declared once and never looked at again."""
+        key = (training, batch.batch_size, batch.layout.num_local, *batch.labels.shape, batch.structure.shape[0])
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(module, batch, inputs, training)
+        return self._schedules[key]
+
+    def _make_schedule(self, module: nn.Module, batch: Batch, inputs: dict[str, Any], training: bool) -> ScheduleGPipe:
+        assert self._group is not None
+        num_chunks, stage, config = self.plan.num_microbatches, self.stage, self.stage.model.config
+        if batch.batch_size % num_chunks:
+            raise ValueError(
+                f"a batch must be a multiple of num_microbatches = {num_chunks}, got {batch.batch_size} sequences"
+            )
+        size = batch.batch_size // num_chunks
+        hidden, scores = (
+            torch.empty(shape, dtype=stage.hidden_dtype, device=stage.device, requires_grad=True)
+            for shape in (
+                (size, batch.layout.num_local, config.dim),
+                (size, batch.labels.shape[1], config.num_classes),
+            )
+        )
+        part = PipelineStage(
+            module,
+            self._group.get_local_rank(),
+            self._group.size(),
+            stage.device,
+            input_args=() if stage.first else (hidden,),
+            output_args=(scores,) if stage.last else (hidden,),
+            group=self._group.get_group(),
+        )
+        return ScheduleGPipe(
+            part,
+            num_chunks,
+            loss_fn=(lambda scores, labels: self._loss(scores, labels)) if training else None,
+            kwargs_chunk_spec={name: _chunk_spec(x, batch.batch_size) for name, x in inputs.items()},
+            scale_grads=False,
+        )
+
+
+def _chunk_spec(x: Any, batch_size: int) -> Any:
+    """By sequences; what is no tensor, or stands for all sequences at once, goes to every micro-batch whole."""
+    whole = not isinstance(x, Tensor) or x.shape[0] == 1 < batch_size
+    return _Replicate() if whole else TensorChunkSpec(0)

@@ -1,0 +1,68 @@
+"""Data parallelism over dp x cp: gradients summed, clipped by one norm over all stages, weights put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megagraph.parallel.pipeline import Stage
+
+
+def replicate(stage: Stage, mesh: DeviceMesh | None, *, shard: bool) -> nn.Module:
+    """The stage with gradients summed over dp x cp: each rank brings its share of the global batch's gradient.
+
+    Args:
+        shard: fully_shard, layer by layer; else DistributedDataParallel.
+    """
+    if mesh is None or mesh["dp", "cp"].size() == 1:
+        return stage
+    replicas = mesh["dp", "cp"]._flatten("dp_cp")
+    if not shard:
+        replicated = DistributedDataParallel(stage, process_group=replicas.get_group())
+        replicated.register_comm_hook(replicas.get_group(), _sum_bucket)
+        return replicated
+    for layer in stage.model.layers.values():
+        fully_shard(layer, mesh=replicas)
+    fully_shard(stage, mesh=replicas, reshard_after_forward=True)
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return stage
+
+
+def _sum_bucket(group, bucket):  # DDP refuses annotations that are strings
+    """The all-reduce of DDP without its division by the number of ranks."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def clip_gradients(stage: Stage, max_norm: float, mesh: DeviceMesh | None) -> Tensor:
+    """Scale the gradients down to a global norm of ``max_norm``; the norm before, each parameter counted once."""
+    parameters = list(stage.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if mesh is not None and mesh["pp"].size() > 1:
+        square = norm.double() ** 2
+        dist.all_reduce(square, group=mesh["pp"].get_group())
+        norm = square.sqrt().to(norm.dtype)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def gather_tensors(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """The named tensors of all stages, whole and on the CPU; complete on rank 0. Collective."""
+    own = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu() for name, x in tensors.items()}
+    if mesh is None or mesh["pp"].size() == 1:
+        return own
+    pipeline = mesh["pp"]
+    parts: list[Any] | None = [None] * pipeline.size() if pipeline.get_local_rank() == 0 else None
+    dist.gather_object(own, parts, group=pipeline.get_group(), group_dst=0)
+    return own if parts is None else {name: x for part in parts for name, x in part.items()}

@@ -1,0 +1,115 @@
+"""The ring over a process group: what runs in every process of tests/ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import megagraph as mg
+from tests.problems import FORMS, Problem, with_learned
+from tests.problems import ring_problem as make_ring_problem
+
+SIZES = [(num_super, num_nodes) for num_super in (0, 1, 5) for num_nodes in (13, 2)]
+
+
+def ring_options(world_size: int) -> dict[str, dict]:
+    """The problem and the implementation of every case."""
+    cases = {}
+    for i, form in enumerate(FORMS):
+        for j, (num_super, num_nodes) in enumerate(SIZES):
+            problem = dict(form=form, world_size=world_size, num_super=num_super, num_nodes=num_nodes)
+            problem["dropout_p"] = 0.25 * ((i + j) % 2)
+            # every form and every size runs through Triton, not every pair: the interpreter takes its time
+            for impl in ("blocked", "triton") if (i + j) % 3 == 0 else ("blocked",):
+                cases[f"ring-{form}-{num_super}-{num_nodes}-{impl}"] = problem | {"impl": impl}
+    return cases
+
+
+def ring_problem(impl: str, **options) -> Problem:
+    return make_ring_problem(B=1, **options)
+
+
+def ring_cases(world_size: int) -> dict[str, Callable]:
+    if world_size > 4:
+        return {}
+    cases: dict[str, Callable] = {
+        name: partial(run_ring, **options) for name, options in ring_options(world_size).items()
+    }
+    return cases | {"gather": gathered_mean}
+
+
+@cache
+def ring_mesh(world_size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world_size,))
+
+
+def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **options) -> dict[str, Tensor]:
+    """out, lse and gradients of the whole problem, from the rows of all ranks."""
+    problem = ring_problem(impl, num_super=num_super, num_nodes=num_nodes, world_size=world_size, **options)
+    mesh = ring_mesh(world_size)
+    layout = mg.NodeLayout(num_nodes, num_super, mesh.get_local_rank(), world_size)
+    rows = layout.local_to_global
+    q, k, v = (layout.shard(x, 2).requires_grad_() for x in (problem.q, problem.k, problem.v))
+    learned, bias = [], None
+    if problem.bias is not None:
+        bias = problem.bias.rows(rows.clamp(min=0))
+        learned = [bias.learned.detach().requires_grad_()]
+    out, lse = mg.ring_attention(
+        q, k, v, with_learned(bias, *learned) if learned else None, layout=layout, mesh=mesh,
+        key_padding_mask=problem.padding, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key,
+        return_lse=True, impl=impl,
+    )  # fmt: skip
+    # the gradient of a super row reaches every rank in part, as it does behind replicated rows of a model
+    share = torch.ones(len(rows), dtype=q.dtype)
+    share[layout.block_size :] = (layout.rank + 1) / (world_size * (world_size + 1) / 2)
+    d_out, d_lse = layout.shard(problem.d_out, 2) * share[:, None], layout.shard(problem.d_lse, 2) * share
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    grads = torch.autograd.grad([out, finite_lse], [q, k, v, *learned], [d_out, d_lse])
+
+    def whole(local: Tensor) -> Tensor:
+        """Sum over ranks of the rows [B, H, S, ...], each in its place."""
+        total = local.new_zeros(*local.shape[:2], layout.num_columns, *local.shape[3:])
+        total.index_add_(2, rows[rows >= 0], local[:, :, rows >= 0])
+        dist.all_reduce(total)
+        return total
+
+    result = {"out": layout.gather(out.detach(), 2, mesh), "lse": layout.gather(lse.detach(), 2, mesh)}
+    result |= {name: whole(grad) for name, grad in zip(("dq", "dk", "dv"), grads, strict=False)}
+    if learned and bias.form == "dense":
+        result["d_learned"] = whole(grads[3])
+    elif learned:
+        dist.all_reduce(grads[3])
+        result["d_learned"] = grads[3]
+    return result
+
+
+def attention_and_input(**options) -> tuple[mg.BiasedRingAttention, Tensor, Tensor]:
+    """A module, x [2, 9, 8] whose last two nodes are super nodes, and a bias index."""
+    torch.manual_seed(0)
+    module = mg.BiasedRingAttention(8, 2, **options).double()
+    return module, torch.randn(2, 9, 8, dtype=torch.float64), torch.randint(0, 5, (2, 9, 9), dtype=torch.uint8)
+
+
+def gathered_mean(**options) -> dict[str, Tensor]:
+    """Gradients of ``gather(attention(x)).mean()``, summed over the ranks."""
+    mesh = ring_mesh(dist.get_world_size())
+    layout = mg.NodeLayout(7, 2, mesh.get_local_rank(), mesh.size())
+    module, x, index = attention_and_input(mesh=mesh)
+    table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
+    rows = layout.shard(x, 1).requires_grad_()
+    out = module(rows, mg.BucketBias(layout.shard(index, 1), table), layout=layout)
+    loss = (layout.gather(out, 1, mesh) ** 2).mean()
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()} | {"table": table.grad}
+    x_grad = torch.zeros_like(x)
+    real = layout.local_to_global >= 0
+    x_grad[:, layout.local_to_global[real]] = rows.grad[:, real]
+    grads["x"] = x_grad
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return grads | {"loss": loss.detach()}

@@ -1,0 +1,167 @@
+"""Training in every layout: what runs in every process of tests/ranks.py, and its one-process counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import megagraph as mg
+from megagraph.attention.dropout import dropout_keys
+from megagraph.data import batch as batch_module
+from megagraph.data.batch import prepare
+from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.evaluate import class_probabilities, make_loader
+from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
+from megagraph.parallel.replicate import gather_tensors
+from megagraph.train import make_pipeline, own_share, train_step
+
+LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
+BATCHINGS = ("ego", "cluster")
+DTYPES = ("fp32", "fp64")
+# fully_shard over dp x cp instead of DDP: every layout and batching once
+SHARDED = [
+    ((1, 2, 1), "cluster", "fp64"),
+    ((1, 1, 2), "ego", "fp32"),
+    ((1, 3, 1), "ego", "fp64"),
+    ((2, 2, 1), "cluster", "fp32"),
+    ((1, 2, 2), "ego", "fp64"),
+    ((2, 1, 2), "cluster", "fp64"),
+    ((2, 2, 2), "ego", "fp64"),
+]
+NUM_LAYERS = 4
+CLIP_NORM = 0.5
+STEPS = 5
+
+
+def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
+    pp, cp, dp = layout
+    layers = (1, NUM_LAYERS - 1) if pp == 2 else ()
+    return mg.Plan(pp=pp, cp=cp, dp=dp, layers=layers, num_microbatches=pp, shard=shard)
+
+
+def config_of(batching: str, dtype: str, dropout: float = 0.2) -> mg.TrainConfig:
+    return mg.TrainConfig(
+        batching=batching, dtype=dtype, layers=NUM_LAYERS, dim=16, ffn_dim=24, heads=2, global_tokens=2, channels=3,
+        max_distance=3, dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
+        batch_size=8 if batching == "ego" else 4, samples=2, sample_nodes=10, device="cpu",
+    )  # fmt: skip
+
+
+@cache
+def graph_of(batching: str) -> Graph:
+    """A third of the nodes has no label, so that ranks count different numbers of targets."""
+    graph = synthetic_graph(
+        num_nodes=89 if batching == "ego" else 880, num_classes=3, in_features=8, average_degree=4, seed=1
+    )
+    unlabelled = np.random.default_rng(0).random(graph.num_nodes) < 0.33
+    return replace(graph, labels=np.where(unlabelled, -1, graph.labels))
+
+
+@cache
+def builder_of(batching: str):
+    """N' is 11 (ego) or 47 (cluster): no number of ranks divides it; the last batch of an epoch is ragged."""
+    batch_module.SEQUENCE_ALIGNMENT = 1
+    return prepare(
+        graph_of(batching), batching=batching, bias="projected" if batching == "ego" else "bucket", channels=3,
+        max_distance=3, global_tokens=2, k=10, num_samples=2, sequence_nodes=47, cluster_size=20, num_super=7,
+    )  # fmt: skip
+
+
+@cache
+def mesh_of(pp: int, cp: int, dp: int) -> DeviceMesh | None:
+    """Process groups are few and take time to make."""
+    return make_mesh(mg.Plan(pp=pp, cp=cp, dp=dp), torch.device("cpu"))
+
+
+def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: float = 0.2) -> dict[str, Any]:
+    """Some steps on a fixed seed: losses, norms, and on rank 0 the first step's gradients and the last parameters."""
+    config, builder = config_of(batching, dtype, dropout), builder_of(batching)
+    device = torch.device("cpu")
+    mesh = mesh_of(plan.pp, plan.cp, plan.dp)
+    torch.manual_seed(0)
+    model = mg.HierarchicalGT(
+        config.model_config(in_features=8, num_classes=3, bias_size=builder.structure.size),
+        mesh=None if mesh is None else mesh["cp"],
+    )
+    with torch.no_grad():  # the initial weights are small; larger ones make every term count
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    pipeline = make_pipeline(model, plan, mesh, device, config)
+    pipeline.stage.train()
+    make = {
+        "sgd": partial(torch.optim.SGD, lr=0.05),
+        "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True),
+    }
+    updates = make[optimizer](pipeline.stage.parameters())
+    nodes = np.arange(builder.graph.num_nodes)
+    batches = list(make_loader(config, builder, nodes, shuffle=True, share=own_share(plan, mesh)).epoch(0))
+    result: dict[str, Any] = {"losses": [], "norms": [], "targets": []}
+    for step, batch in enumerate([*batches[: STEPS - 1], batches[-1]]):
+        keys = dropout_keys(7, step, batch.sequence_ids)
+        loss, norm = train_step(pipeline, updates, batch, keys, CLIP_NORM)
+        result["losses"].append(loss)
+        result["norms"].append(norm)
+        result["targets"].append(int((batch.labels >= 0).sum()))
+        if step == 0:
+            grads = {name: p.grad.clone() for name, p in pipeline.stage.model.named_parameters()}
+            result["gradients"] = gather_tensors(grads, mesh)
+    result["parameters"] = gather_tensors(pipeline.stage.model.state_dict(), mesh)
+    if optimizer == "sgd":
+        loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
+        result["probabilities"] = class_probabilities(pipeline, loader)
+    return result
+
+
+def case_name(layout, batching: str, dtype: str, shard: bool = False, optimizer: str = "") -> str:
+    words = ["x".join(map(str, layout)), batching, dtype, "fully_shard" * shard, optimizer]
+    return "-".join(word for word in words if word)
+
+
+def layout_cases(world_size: int) -> dict[str, Callable]:
+    cases = {}
+    settings = [(*case, False) for case in product(LAYOUTS, BATCHINGS, DTYPES)] + [(*case, True) for case in SHARDED]
+    for layout, batching, dtype, shard in settings:
+        if np.prod(layout) == world_size:
+            plan = plan_of(layout, shard=shard)
+            for optimizer in ("adamw", "sgd"):
+                name = case_name(layout, batching, dtype, shard, optimizer)
+                cases[name] = partial(train, plan, batching, dtype, optimizer)
+            cases[case_name(layout, batching, "bf16")] = partial(train, plan, batching, "bf16", "adamw")
+    return cases
+
+
+def message_of(function: Callable) -> str:
+    """The error that ``function`` raises on this rank."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def fail_on(ranks: set[int], message: str = "the disk is full") -> str:
+    if dist.get_rank() in ranks:
+        raise OSError(message)
+    return f"done on rank {dist.get_rank()}"
+
+
+def agreement_cases(world_size: int) -> dict[str, Callable]:
+    """Errors that concern one rank, seen from all of them."""
+    rank = dist.get_rank()
+    return {
+        "equal": lambda: message_of(lambda: check_equal("the configuration", {"seed": 0, "layers": 4})),
+        "different": lambda: message_of(lambda: check_equal("the configuration", {"seed": 0, "layers": min(rank, 1)})),
+        "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
+        "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
+        "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),
+        "rank zero": lambda: on_rank_zero(lambda: fail_on(set())),
+        "rank zero fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}))),
+    }

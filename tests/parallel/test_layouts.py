@@ -1,0 +1,77 @@
+"""Nobody can tell from the numbers which layout ran: losses, gradients, parameters and predictions of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+import megagraph as mg
+from tests import ranks
+from tests.parallel.cases import BATCHINGS, CLIP_NORM, DTYPES, LAYOUTS, SHARDED, case_name, train
+
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-9}
+CASES = [(*case, False) for case in product(LAYOUTS, BATCHINGS, DTYPES)] + [(*case, True) for case in SHARDED]
+
+
+@cache
+def one_process(batching, dtype, optimizer, dropout=0.2):
+    return train(mg.Plan(), batching, dtype, optimizer, dropout)
+
+
+def assert_tensors_close(got, want, tolerance):
+    """max|a - b| <= tolerance * max|b|, tensor by tensor."""
+    assert got.keys() == want.keys()
+    for name, b in want.items():
+        error, scale = (got[name] - b).abs().max().item(), b.abs().max().item()
+        assert scale > 0, f"{name} is zero"
+        assert error <= tolerance * scale, f"{name}: {error:.2e} > {tolerance:g} * {scale:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "batching", "dtype", "shard"),
+    CASES,
+    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else None,
+)
+def test_layout_equals_one_process(layout, batching, dtype, shard):
+    tolerance = TOLERANCE[dtype]
+    results = ranks.results(int(np.prod(layout)))
+    for optimizer in ("adamw", "sgd"):
+        name = case_name(layout, batching, dtype, shard, optimizer)
+        got, want = results[0][name], one_process(batching, dtype, optimizer)
+        assert max(want["norms"]) > CLIP_NORM, "clipping is not active"
+        for result in results:
+            np.testing.assert_allclose(result[name]["losses"], want["losses"], rtol=tolerance)
+            np.testing.assert_allclose(result[name]["norms"], want["norms"], rtol=10 * tolerance)
+        if optimizer == "sgd":
+            assert_tensors_close(got["gradients"], want["gradients"], tolerance)
+            assert_tensors_close(got["parameters"], want["parameters"], tolerance)
+            for result in results:
+                np.testing.assert_allclose(result[name]["probabilities"], want["probabilities"], atol=20 * tolerance)
+        elif dtype == "fp64":
+            assert_tensors_close(got["parameters"], want["parameters"], 1e-7)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_the_comparison_can_fail(batching):
+    """Dropout matters, labels are uneven, and some rank has no target at all."""
+    with_dropout, without = (one_process(batching, "fp64", "sgd", p)["losses"][0] for p in (0.2, 0.0))
+    assert abs(with_dropout - without) > 1e-3
+    name = case_name((1, 2, 2), batching, "fp64", optimizer="sgd")
+    counts = [result[name]["targets"] for result in ranks.results(4)]
+    assert len(set(count[0] for count in counts)) > 1
+    assert min(count[-1] for count in counts) == 0 if batching == "ego" else True
+    total = np.sum(counts, axis=0).tolist()
+    assert total == one_process(batching, "fp64", "sgd")["targets"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "x".join(map(str, x)))
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_mixed_precision_runs_in_every_layout(layout, batching):
+    name = case_name(layout, batching, "bf16")
+    got, want = ranks.results(int(np.prod(layout)))[0][name], one_process(batching, "bf16", "adamw")
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=0.03)
+    assert all(weight.dtype == torch.float32 for weight in got["parameters"].values())
