@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -50,5 +51,6 @@ def main() -> None:
         message = f"megagraph: error: {error}" if isinstance(error, named) else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         if dist.is_initialized():
+            time.sleep(1)  # the launcher ends the other ranks once this one is gone: they have to say why, too
             os._exit(1)  # an orderly exit would wait for ranks that may be waiting for this one
         raise SystemExit(1) from error

@@ -79,13 +79,13 @@ class Trainer:
             FileExistsError, OSError: the run folder is taken, or cannot be written.
         """
         config = self.config
-        plan = config.parallel_plan()
-        plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
-        device = config.torch_device()
-        with process_group(device):
+        with process_group():
             check_equal("the configuration", config.shared_fields())
+            plan = config.parallel_plan()
+            plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
+            device = on_every_rank(config.torch_device)
             graph = on_every_rank(lambda: as_graph(data, config))
-            check_equal("the graph", {"nodes": graph.num_nodes, "edges": graph.num_edges, "name": graph.name})
+            check_equal("the graph", {"name": graph.name, "nodes": graph.num_nodes, "edges": graph.num_edges})
             split = on_every_rank(lambda: choose_split(graph, config))
             return _fit(config, plan, device, graph, split)
 

@@ -39,7 +39,7 @@ def _run_cases(rank: int, world_size: int, folder: str) -> None:
     rendezvous = f"file://{folder}/rendezvous"
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
-    cases = ring_cases(world_size) | layout_cases(world_size) | agreement_cases(world_size)
+    cases = ring_cases(world_size) | layout_cases(world_size) | agreement_cases(world_size, folder)
     torch.save({name: case() for name, case in cases.items()}, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

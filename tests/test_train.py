@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 
 import megagraph as mg
@@ -117,6 +120,13 @@ BAD_RUNS = {
     "super ratio": (dict(super_ratio=0.0), ValueError, r"super_ratio must be in \(0, 1\], got 0.0"),
     "clip": (dict(clip_norm=0.0), ValueError, "clip_norm must be above 0"),
     "steps": (dict(max_steps=0), ValueError, "max_steps must be at least 1"),
+    "plan": (dict(plan="auto"), ValueError, "plan must be pp,cp,dp, three numbers such as 1,2,3, got 'auto'"),
+    "plan for more processes": (dict(plan="1,2,1"), ValueError, "= 2, got 1; start them with torchrun --nproc-per-nod"),
+    "stage layers": (
+        dict(plan="2,1,1", stage_layers="2"),
+        ValueError,
+        "stage_layers must be 2 numbers such as 1,2, go",
+    ),
     "device": (dict(device="tpu9"), ValueError, "device must be auto, cpu or a CUDA device that is here, got 'tpu9'"),
     "data set": (dict(dataset="nosuch"), ValueError, "expected one of synthetic, citeseer,.*got 'nosuch'"),
     "no root": (dict(dataset="cora"), ValueError, "--root"),
@@ -172,9 +182,74 @@ def test_command_line(tmp_path):
         (("train", "--heads", "3"), "heads must divide dim = 128, got 3"),
         (("train", "--layers", "many"), "--layers"),
         (("predict", "nosuch"), "megagraph: error: nosuch must be the folder of a run"),
+        (("train", "--plan", "1,2,1"), "pp * cp * dp must equal the number of processes: 1 * 2 * 1 = 2, got 1"),
     ],
 )
 def test_command_line_errors(arguments, message):
     done = megagraph(*arguments)
     assert done.returncode != 0
     assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def torchrun(processes, *arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+    return subprocess.run([*map(str, [*command, *arguments])], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("flags", ["--plan 1,2,1", "--plan 2,1,1 --microbatches 2 --stage-layers 1,1"])
+def test_two_processes_equal_one(tmp_path, graph, flags):
+    parts = {"adj": graph.adjacency, "attr": sp.csr_array(graph.features)}
+    arrays = {
+        f"{p}_{name}": getattr(x, name) for p, x in parts.items() for name in ("data", "indices", "indptr", "shape")
+    }
+    np.savez(tmp_path / "graph.npz", **arrays, labels=graph.labels)
+    small = dict(dataset=str(tmp_path / "graph.npz"), max_steps=4, device="cpu")
+    one = mg.Trainer(config(tmp_path, out=tmp_path / "one", **small)).fit()
+    words = [
+        word
+        for name, value in (SMALL | small | {"learning_rate": 1e-2}).items()
+        for word in (f"--{name.replace('_', '-')}", value)
+    ]
+    done = torchrun(2, "-m", "megagraph", "train", *words, *flags.split(), "--out", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    two = json.loads(done.stdout)
+    assert (two["test_accuracy"], two["steps"], two["parameters"]) == (one.test_accuracy, 4, one.parameters)
+    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
+    np.testing.assert_allclose(*(mg.predict(tmp_path / run) for run in ("two", "one")), atol=1e-4)
+
+
+def test_a_bad_plan_ends_all_processes_with_its_error():
+    done = torchrun(2, "-m", "megagraph", "train", "--plan", "1,3,1", "--device", "cpu")
+    assert done.returncode != 0
+    assert done.stderr.count("megagraph: error: pp * cp * dp must equal the number of processes: 1 * 3 * 1") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--seed", ("0", "1")), "seed is 0 on rank 0 and 1 on rank 1"),
+        (("--plan", ("1,2,1", "1,3,1")), "plan is '1,2,1' on rank 0 and '1,3,1' on rank 1"),
+    ],
+    ids=["seed", "plan"],
+)
+def test_different_configurations_are_named_on_every_rank(tmp_path, flags, expected):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    name, values = flags
+    processes = []
+    for rank, value in enumerate(values):
+        arguments = ["train", "--plan", "1,2,1", "--device", "cpu", "--out", tmp_path / "run", name, value]
+        where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "megagraph", *map(str, arguments)],
+                env=os.environ | where, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    for process in processes:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert f"megagraph: error: the configuration must be the same on every rank, but {expected}" in stderr
+    assert not (tmp_path / "run").exists()

@@ -29,7 +29,7 @@ def rank() -> int:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """The process group of a run that torchrun started; nothing to do for one process or inside a group.
 
     A rank that fails leaves without waiting for the others: the launcher ends them.
@@ -37,9 +37,8 @@ def process_group(device: torch.device) -> Iterator[None]:
     if world_size() == 1 or dist.is_initialized():
         yield
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    # gloo beside NCCL: the ranks must be able to talk before each has found its GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
     yield
     dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
     dist.destroy_process_group()
@@ -57,18 +56,25 @@ def on_every_rank(function: Callable[[], T]) -> T:
 
     Without this a rank that stops alone would leave the others waiting in their next collective.
     """
+    if not dist.is_initialized():
+        return function()
+    result, error = None, None
     try:
-        result, error = function(), None
+        result = function()
     except Exception as caught:
-        result, error = None, caught
-    errors = _all_gather(None if error is None else (type(error), str(error)))
-    failed = {rank: message for rank, message in enumerate(errors) if message is not None}
+        error = caught
+    outcomes = _all_gather(None if error is None else (type(error), str(error)))
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return result  # type: ignore[return-value]
-    first, (kind, message) = next(iter(failed.items()))
-    if set(failed.values()) != {(kind, message)} or len(failed) < len(errors):
-        message = f"rank {first}: {message}"
-    raise kind(message) from error
+    kind, message = outcomes[failed[0]]
+    if outcomes != [(kind, message)] * len(outcomes):
+        message = f"rank {failed[0]}: {message}"
+    try:
+        same = kind(message)
+    except TypeError:  # a kind of error that is not made from one string
+        same = RuntimeError(f"{kind.__name__}: {message}")
+    raise same from error
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

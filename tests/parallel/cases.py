@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,29 @@ def fail_on(ranks: set[int], message: str = "the disk is full") -> str:
     return f"done on rank {dist.get_rank()}"
 
 
-def agreement_cases(world_size: int) -> dict[str, Callable]:
+BAD_PLANS = {
+    "too many": (dict(plan="1,3,1"), r"pp \* cp \* dp must equal the number of processes: 1 \* 3 \* 1 = 3, got 2"),
+    "too few": (dict(plan="1,1,1"), r"1 \* 1 \* 1 = 1, got 2; start them with torchrun --nproc-per-node 1"),
+    "layers": (
+        dict(plan="2,1,1", stage_layers="1,2"),
+        r"layers of the stages must sum to the model's 4, got 1 \+ 2 = 3",
+    ),
+    "stages": (dict(plan="2,1,1", layers=1), "pp must be at most the number of layers, 1, got 2"),
+    "batch": (
+        dict(plan="2,1,1", microbatches=3),
+        r"a global batch must be a multiple of dp \* num_microbatches = 1 \* 3 = 3, got 16",
+    ),
+    "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
+    "sequence length": (dict(plan="1,1,2", batching="cluster", sequence_nodes=100), "a multiple of 128, got 100"),
+}
+
+
+def bad_plan(folder: str, **changes) -> str:
+    config = replace(config_of("ego", "fp32"), **changes)
+    return message_of(lambda: mg.Trainer(replace(config, out=Path(folder) / "run")).fit())
+
+
+def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
     """Errors that concern one rank, seen from all of them."""
     rank = dist.get_rank()
     return {
@@ -164,4 +187,4 @@ def agreement_cases(world_size: int) -> dict[str, Callable]:
         "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),
         "rank zero": lambda: on_rank_zero(lambda: fail_on(set())),
         "rank zero fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}))),
-    }
+    } | {name: partial(bad_plan, folder, **changes) for name, (changes, _) in BAD_PLANS.items() if world_size == 2}

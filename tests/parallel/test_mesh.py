@@ -1,10 +1,13 @@
-"""Every rank learns of an error that happened on one."""
+"""Every rank learns of an error that happened on one, and of a plan that does not fit."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
 from tests import ranks
+from tests.parallel.cases import BAD_PLANS
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,10 @@ def test_all_ranks_agree(case, expected):
 
 def test_what_fails_nowhere_returns():
     assert [result["fails nowhere"] for result in ranks.results(3)] == [f"done on rank {rank}" for rank in range(3)]
+
+
+@pytest.mark.parametrize("case", BAD_PLANS)
+def test_bad_plan(case):
+    messages = [result[case] for result in ranks.results(2)]
+    assert messages[0] == messages[1]
+    assert re.search(BAD_PLANS[case][1], messages[0]), messages[0]
