@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["train", "operator"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["train", "operator", "ring"])
 def test_python_example(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(block, {})
+
+
+def test_the_ring_example_has_the_gradients_of_one_process_on_two(tmp_path):
+    script = tmp_path / "script.py"
+    save = "\ngrads = {name: p.grad for name, p in encoder.named_parameters()}\n"
+    save += f"torch.save((loss.item(), grads), f'{tmp_path}/{{layout.rank}}-{{world_size}}.pt')\n"
+    script.write_text(BLOCKS[2] + save)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    for command in ([sys.executable, str(script)], torchrun):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+    loss, grads = torch.load(tmp_path / "0-1.pt")
+    assert all(grad.abs().max() > 0 for grad in grads.values())
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}-2.pt"), (loss, grads), rtol=1e-5, atol=1e-7)

@@ -167,7 +167,7 @@ BAD_PLANS = {
         r"a global batch must be a multiple of dp \* num_microbatches = 1 \* 3 = 3, got 16",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
-    "sequence length": (dict(plan="1,1,2", batching="cluster", sequence_nodes=100), "a multiple of 128, got 100"),
+    "super nodes": (dict(plan="1,1,2", batching="cluster", super_nodes=2), "expected num_super > global_tokens, got 2"),
 }
 
 
