@@ -116,9 +116,10 @@ def make_step(
 def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, impl: Impl) -> tuple[Tensor, Tensor]:
     """out and lse with all keys on one rank; differentiable."""
     if impl == "reference":
-        return reference.biased_attention(
-            q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
-        )
+        with _exact(q):
+            return reference.biased_attention(
+                q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
+            )
     return _attention(
         q, k, v, step.data, step.learned, step.bias_mask, step.key_padding_mask, step.dropout_key,
         step.form, step.scale, step.dropout_p, impl,
@@ -176,7 +177,8 @@ def attention_step_(
 
         launch_step_fwd(q, k, v, **vars(step), **state)
     else:
-        blocked.attention_step(step, q, k, v, **state)
+        with _exact(q):
+            blocked.attention_step(step, q, k, v, **state)
 
 
 @torch.library.custom_op("megagraph::attention_step_backward_", mutates_args=("dq", "dk", "dv", "d_learned"))
@@ -221,7 +223,8 @@ def attention_step_backward_(
 
         launch_step_bwd(q, k, v, **vars(step), **gradients)
     else:
-        blocked.attention_step_backward(step, q, k, v, **gradients)
+        with _exact(q):
+            blocked.attention_step_backward(step, q, k, v, **gradients)
 
 
 @attention_step_.register_fake
@@ -326,6 +329,11 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
     """What the softmax subtracts in ds = p * (dp - delta), [B, H, M]; a gradient of lse enters with the other sign."""
     return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
+
+
+def _exact(q: Tensor) -> torch.autocast:
+    """No autocast: the torch implementations choose the dtype of every product themselves."""
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def state_dtype(q: Tensor) -> torch.dtype:

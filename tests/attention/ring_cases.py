@@ -40,7 +40,42 @@ def ring_cases(world_size: int) -> dict[str, Callable]:
     cases: dict[str, Callable] = {
         name: partial(run_ring, **options) for name, options in ring_options(world_size).items()
     }
+    if world_size == 2:
+        cases |= {name: partial(bad_call, options) for name, (options, _) in BAD_CALLS.items()}
     return cases | {"gather": gathered_mean}
+
+
+BAD_CALLS = {
+    "no layout": (dict(layout=None), "ValueError: layout is needed on a mesh of 2 ranks; pass NodeLayout(num_nodes, "),
+    "no dropout key": (
+        dict(dropout=0.5),
+        "ValueError: dropout_key is needed in training on a mesh of 2 ranks, which must drop alike",
+    ),
+    "another layout": (
+        dict(layout=mg.NodeLayout(7, 2)),
+        "ValueError: the layout is that of rank 0 of 1, but this process is rank",
+    ),
+    "mesh of two dims": (dict(mesh_shape=(1, 2)), "ValueError: mesh must have one dim, got ('a', 'b'); pass a slice"),
+    "all columns": (dict(columns=6), "ValueError: bias must have shape [B or 1, H or 1, M, N] = [2 or 1, 2, 6, 9]"),
+    "reference": (dict(impl="reference"), "NotImplementedError: impl='reference' cannot run these inputs:"),
+}
+
+
+def bad_call(options: dict) -> str:
+    """The error of a module that is called as it must not be."""
+    options = dict(options)
+    mesh = ring_mesh(2)
+    layout = options.pop("layout", mg.NodeLayout(7, 2, mesh.get_local_rank(), 2))
+    columns = options.pop("columns", 9)
+    if shape := options.pop("mesh_shape", None):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
+    module, x, index = attention_and_input(mesh=mesh, **options)
+    bias = mg.BucketBias(index[:, :6, :columns], torch.zeros(2, 5, dtype=torch.float64))
+    try:
+        module(x[:, :6], bias, layout=layout)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 @cache

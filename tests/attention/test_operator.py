@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import megagraph as mg
 from megagraph.attention import blocked
-from megagraph.attention.operator import _attention
+from megagraph.attention.operator import _attention, attention_step_, attention_step_backward_, make_step
 from tests.problems import DEVICE, EXACT, FORMS, assert_matches, expected, make_problem, to, with_learned
 
 IMPLS = ("triton", "blocked")
@@ -106,6 +107,34 @@ def test_opcheck(form):
     arguments = (q, k, v, data, *(learned or [None]), mask, problem.padding, problem.dropout_key, form, 0.5, 0.3)
     for impl in IMPLS:
         torch.library.opcheck(_attention, (*arguments, impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck_of_a_step(form, impl):
+    problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
+    q, k, v = problem.q, problem.k, problem.v
+    step = make_step(q, problem.bias, problem.padding, None, 0.3, problem.dropout_key)
+    arguments = (q, k, v, *replace(step, segments=[(0, 0, 3), (3, 4, 3)]).flat(), impl)
+    m, l, lse, delta = torch.rand(4, *q.shape[:3])
+    torch.library.opcheck(attention_step_, (*arguments, False, False, m, l, torch.rand_like(q), None, None))
+    torch.library.opcheck(attention_step_, (*arguments, False, True, m, l, torch.rand_like(q), torch.rand_like(q), lse))
+    sums = [torch.rand_like(x) for x in (q, *problem.inputs)]
+    d_learned = torch.rand_like(problem.bias.learned) if problem.bias else None
+    torch.library.opcheck(attention_step_backward_, (*arguments, sums[0], lse, delta, *sums[1:4], d_learned))
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "reference"])
+def test_autocast_stays_outside(impl):
+    """Mixed precision is a matter of the inputs; products and sums inside keep their own."""
+    problem = make_problem("projected", 33, 50, 8, dtype=torch.float32)
+    results = []
+    for enabled in (False, True):
+        q, k, v, weight = (x.detach().requires_grad_() for x in problem.inputs)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            out = mg.biased_attention(q, k, v, with_learned(problem.bias, weight), impl=impl)
+        results.append((out, *torch.autograd.grad(out, (q, k, v, weight), problem.d_out)))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself

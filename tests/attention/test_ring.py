@@ -120,6 +120,12 @@ def test_bad_call(case):
         call(**arguments)
 
 
+@pytest.mark.parametrize("case", ring_cases.BAD_CALLS)
+def test_bad_call_on_a_mesh(case):
+    for result in ranks.results(2):
+        assert result[case].startswith(ring_cases.BAD_CALLS[case][1]), result[case]
+
+
 def test_the_reference_runs_on_one_rank_only():
     q = torch.zeros(1, 2, 7, 4)
     with pytest.raises(NotImplementedError, match=r"impl='reference' cannot run these inputs:\n.*all keys on one rank"):
