@@ -24,7 +24,7 @@ def data_root(request, tmp_path_factory) -> Path:
     """A writable copy of the raw data sets: PyG writes a processed/ folder beside each raw/."""
     root = request.config.getoption("--data-root")
     if root is None:
-        pytest.skip("no real graphs: pass --data-root FOLDER or set MEGAGRAPH_DATA")
+        pytest.skip("no real graphs: pass --data-root=FOLDER or set MEGAGRAPH_DATA")
     copy = tmp_path_factory.mktemp("data")
     shutil.copytree(Path(root), copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("processed"))
     return copy

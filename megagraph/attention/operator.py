@@ -169,16 +169,7 @@ def attention_step_(
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
-    state: dict[str, Any] = {"first": first, "last": last, "m": m, "l": l, "acc": acc, "out": out, "lse": lse}
-    if q.numel() == 0:
-        return
-    if impl == "triton":
-        from megagraph.kernels.biased_attention import launch_step_fwd
-
-        launch_step_fwd(q, k, v, **vars(step), **state)
-    else:
-        with _exact(q):
-            blocked.attention_step(step, q, k, v, **state)
+    _run_step(step, impl, q, k, v, first=first, last=last, m=m, l=l, acc=acc, out=out, lse=lse)
 
 
 @torch.library.custom_op("megagraph::attention_step_backward_", mutates_args=("dq", "dk", "dv", "d_learned"))
@@ -213,18 +204,8 @@ def attention_step_backward_(
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
-    gradients: dict[str, Any] = {
-        "d_out": d_out, "lse": lse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned
-    }  # fmt: skip
-    if q.numel() == 0:
-        return
-    if impl == "triton":
-        from megagraph.kernels.biased_attention import launch_step_bwd
-
-        launch_step_bwd(q, k, v, **vars(step), **gradients)
-    else:
-        with _exact(q):
-            blocked.attention_step_backward(step, q, k, v, **gradients)
+    sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
+    _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums)
 
 
 @attention_step_.register_fake
@@ -235,6 +216,30 @@ def _(*args, **kwargs):
 @attention_step_backward_.register_fake
 def _(*args, **kwargs):
     return None
+
+
+def _run_step(step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, **state: Any) -> None:
+    if q.numel() == 0:
+        return
+    if impl == "triton":
+        from megagraph.kernels.biased_attention import launch_step_fwd
+
+        launch_step_fwd(q, k, v, **vars(step), **state)
+    else:
+        with _exact(q):
+            blocked.attention_step(step, q, k, v, **state)
+
+
+def _run_step_backward(step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, **gradients: Any) -> None:
+    if q.numel() == 0:
+        return
+    if impl == "triton":
+        from megagraph.kernels.biased_attention import launch_step_bwd
+
+        launch_step_bwd(q, k, v, **vars(step), **gradients)
+    else:
+        with _exact(q):
+            blocked.attention_step_backward(step, q, k, v, **gradients)
 
 
 @torch.library.custom_op("megagraph::biased_attention", mutates_args=())
@@ -257,11 +262,19 @@ def _attention(
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    attention_step_(
-        q, k, v, form, data, learned, bias_mask, key_padding_mask, [0, 0, k.shape[2]], scale, dropout_p, dropout_key,
-        None, impl=impl, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse,
-    )  # fmt: skip
+    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key)
+    _run_step(step, impl, q, k, v, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
     return out, lse
+
+
+def _whole_step(
+    k: Tensor, form: str, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key
+) -> Step:
+    """The only step where all keys are on one rank."""
+    segments = [0, 0, k.shape[2]]
+    return Step.from_flat(
+        form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, None
+    )
 
 
 @_attention.register_fake
@@ -294,10 +307,9 @@ def _attention_backward(
     if learned_grad and learned is not None:
         d_learned = torch.zeros(learned.shape, dtype=lse.dtype, device=learned.device)
     if k.shape[2]:
-        attention_step_backward_(
-            q, k, v, form, data, learned, bias_mask, key_padding_mask, [0, 0, k.shape[2]], scale, dropout_p,
-            dropout_key, None, impl=impl, d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned,
-        )  # fmt: skip
+        step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key)
+        sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
+        _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums)
     d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_learned
 
