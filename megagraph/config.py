@@ -113,6 +113,7 @@ class TrainConfig:
     def parallel_plan(self) -> Plan:
         """The layout of the processes."""
         pp, cp, dp = _integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
+        Plan(pp=pp, cp=cp, dp=dp)  # so that the degrees are checked before the stages
         layers = () if self.stage_layers is None else _integers("stage_layers", self.stage_layers, f"{pp} numbers", pp)
         return Plan(
             pp=pp,
@@ -157,14 +158,14 @@ class TrainConfig:
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
     def torch_device(self) -> torch.device:
-        """The device to train on; "auto" gives each process of a machine a GPU of its own.
+        """The device to train on; "auto" and "cuda" give each process of a machine a GPU of its own.
 
         Raises:
             ValueError: there is no such device.
         """
-        if self.device == "auto":
-            if not torch.cuda.is_available():
-                return torch.device("cpu")
+        if self.device == "auto" and not torch.cuda.is_available():
+            return torch.device("cpu")
+        if self.device == "auto" or (self.device == "cuda" and torch.cuda.is_available()):
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             if local_rank >= torch.cuda.device_count():
                 raise ValueError(
@@ -208,5 +209,5 @@ def _integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...
     except ValueError:
         numbers = ()
     if len(numbers) != count:
-        raise ValueError(f"{name} must be {expected} such as {','.join('1234567'[:count])}, got {text!r}")
+        raise ValueError(f"{name} must be {expected} such as {','.join(map(str, range(1, count + 1)))}, got {text!r}")
     return numbers

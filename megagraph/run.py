@@ -44,7 +44,7 @@ class Run:
             OSError: the folder cannot be written.
         """
         name = f"{Path(config.dataset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = config.out if config.out is not None else Path("runs") / name
+        folder = Path(config.out) if config.out is not None else Path("runs") / name
         metrics = folder / "metrics.jsonl"
         if metrics.exists() and metrics.stat().st_size:
             raise FileExistsError(f"{folder} holds a run already; pass another --out, or remove it")

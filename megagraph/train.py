@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass
+import zlib
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from megagraph.data.datasets import Graph, Split, random_split
 from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import (
+    all_gather,
     check_equal,
     make_mesh,
     on_every_rank,
+    on_one_process_first,
     on_rank_zero,
     process_group,
     rank,
@@ -52,7 +55,7 @@ class Summary:
     preprocess_seconds: float
     sequence_nodes: int  # N
     parameters: int
-    peak_memory_bytes: int  # of the device; of the process on a CPU
+    peak_memory_bytes: int  # of the device, of the process on a CPU; the largest of all processes
     device: str
 
 
@@ -84,9 +87,10 @@ class Trainer:
             plan = config.parallel_plan()
             plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
             device = on_every_rank(config.torch_device)
-            graph = on_every_rank(lambda: as_graph(data, config))
-            check_equal("the graph", {"name": graph.name, "nodes": graph.num_nodes, "edges": graph.num_edges})
+            check_equal("the device", {"type": device.type})
+            graph = on_one_process_first(lambda: as_graph(data, config))
             split = on_every_rank(lambda: choose_split(graph, config))
+            check_equal("the graph", _checksums(graph) | _checksums(split))
             return _fit(config, plan, device, graph, split)
 
 
@@ -95,6 +99,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
     started = time.perf_counter()
     builder = on_every_rank(lambda: batches(config, graph))
     preprocess_seconds = time.perf_counter() - started
+    check_equal("what is computed from the graph", _checksums(builder.coarsening))
     model_config = config.model_config(
         in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
     )
@@ -140,7 +145,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         preprocess_seconds=preprocess_seconds,
         sequence_nodes=builder.sequence_nodes,
         parameters=parameters,
-        peak_memory_bytes=_peak_memory_bytes(device),
+        peak_memory_bytes=max(all_gather(_peak_memory_bytes(device))),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )
     run.write_summary(asdict(summary))
@@ -215,10 +220,9 @@ class _Epochs:
             stall_seconds = time.perf_counter() - waiting
             if self.step == self.total_steps:
                 break
-            if batch.num_targets == 0:  # a cluster batch without training nodes
-                continue
-            losses.append(self._train_step(batch, stall_seconds))
-            progress.set_postfix(loss=f"{losses[-1]:.3f}")
+            if batch.num_targets:  # a cluster batch may have no training nodes
+                losses.append(self._train_step(batch, stall_seconds))
+                progress.set_postfix(loss=f"{losses[-1]:.3f}")
             waiting = time.perf_counter()
         trained = time.perf_counter()
         probabilities = class_probabilities(self.pipeline, self.eval_loader)
@@ -292,6 +296,18 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
         if len(getattr(split, name)) == 0:
             raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
     return split
+
+
+def _checksums(arrays: Any) -> dict[str, int]:
+    """CRC-32 of every array of a dataclass; work that takes a while, and for one process is not needed."""
+    if world_size() == 1:
+        return {}
+    values = {field.name: getattr(arrays, field.name) for field in fields(arrays)}
+    return {
+        name: zlib.crc32(np.ascontiguousarray(value).data)
+        for name, value in values.items()
+        if isinstance(value, np.ndarray)
+    }
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ def _run_cases(rank: int, world_size: int, folder: str) -> None:
     from tests.attention.ring_cases import ring_cases
     from tests.parallel.cases import agreement_cases, layout_cases
 
+    warnings.simplefilter("error")  # as for the tests themselves
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
     timeout = timedelta(seconds=60)

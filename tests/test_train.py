@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,31 +194,78 @@ def test_command_line_errors(arguments, message):
 
 
 def torchrun(processes, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-    return subprocess.run([*map(str, [*command, *arguments])], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=environment)
 
 
-@pytest.mark.parametrize("flags", ["--plan 1,2,1", "--plan 2,1,1 --microbatches 2 --stage-layers 1,1"])
-def test_two_processes_equal_one(tmp_path, graph, flags):
+@pytest.fixture(scope="module")
+def graph_file(tmp_path_factory, graph):
+    path = tmp_path_factory.mktemp("graph") / "graph.npz"
     parts = {"adj": graph.adjacency, "attr": sp.csr_array(graph.features)}
-    arrays = {
-        f"{p}_{name}": getattr(x, name) for p, x in parts.items() for name in ("data", "indices", "indptr", "shape")
-    }
-    np.savez(tmp_path / "graph.npz", **arrays, labels=graph.labels)
-    small = dict(dataset=str(tmp_path / "graph.npz"), max_steps=4, device="cpu")
-    one = mg.Trainer(config(tmp_path, out=tmp_path / "one", **small)).fit()
-    words = [
-        word
-        for name, value in (SMALL | small | {"learning_rate": 1e-2}).items()
-        for word in (f"--{name.replace('_', '-')}", value)
-    ]
-    done = torchrun(2, "-m", "megagraph", "train", *words, *flags.split(), "--out", tmp_path / "two")
+    names = ("data", "indices", "indptr", "shape")
+    arrays = {f"{part}_{name}": getattr(matrix, name) for part, matrix in parts.items() for name in names}
+    np.savez(path, **arrays, labels=graph.labels)
+    return path
+
+
+@pytest.mark.parametrize(
+    "flags", ["--plan 1,2,1", "--plan 2,1,2 --stage-layers 1,1 --microbatches 4 --shard --workers 1"]
+)
+def test_several_processes_equal_one(tmp_path, graph_file, flags):
+    """Two epochs: training goes on after an evaluation."""
+    small = SMALL | dict(dataset=str(graph_file), epochs=2, batch_size=64, learning_rate=1e-2, device="cpu")
+    one = mg.Trainer(config(tmp_path, **small, out=tmp_path / "one")).fit()
+    words = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", value)]
+    processes = 4 if "2,1,2" in flags else 2
+    done = torchrun(processes, "-m", "megagraph", "train", *words, *flags.split(), "--out", tmp_path / "several")
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    two = json.loads(done.stdout)
-    assert (two["test_accuracy"], two["steps"], two["parameters"]) == (one.test_accuracy, 4, one.parameters)
-    assert {path.name for path in (tmp_path / "one").iterdir()} == {path.name for path in (tmp_path / "two").iterdir()}
-    np.testing.assert_allclose(*(mg.predict(tmp_path / run) for run in ("two", "one")), atol=1e-4)
+    assert "Warning" not in done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "several"), losses(tmp_path / "one"), rtol=1e-5)
+    several = json.loads(done.stdout)
+    for name in ("test_accuracy", "best_val_accuracy", "steps", "parameters"):
+        assert several[name] == getattr(one, name)
+    files = [{path.name for path in (tmp_path / run).iterdir()} for run in ("one", "several")]
+    assert files[0] == files[1]
+    np.testing.assert_allclose(*(mg.predict(tmp_path / run) for run in ("several", "one")), atol=1e-4)
+
+
+def test_a_script_may_train_twice(tmp_path, graph_file):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "import megagraph as mg\n"
+        "for run in range(2):\n"
+        "    time.sleep(2 * int(os.environ['RANK']) * run)\n"
+        f"    config = mg.TrainConfig(dataset={str(graph_file)!r}, plan='1,1,2', max_steps=1, samples=2, layers=1,\n"
+        f"                            device='cpu', out={str(tmp_path)!r} + f'/run{{run}}')\n"
+        "    mg.Trainer(config).fit()\n"
+    )
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stderr
+    assert all(json.loads((tmp_path / f"run{i}" / "summary.json").read_text())["steps"] == 1 for i in range(2))
+
+
+def test_processes_that_find_raw_files_only_do_not_disturb_each_other(tmp_path, data_root):
+    raw = tmp_path / "data" / "Cora" / "raw"
+    shutil.copytree(data_root / "Cora" / "raw", raw)
+    flags = [
+        "--dataset",
+        "cora",
+        "--plan",
+        "1,1,2",
+        "--max-steps",
+        "1",
+        "--samples",
+        "1",
+        "--layers",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    done = torchrun(2, "-m", "megagraph", "train", *flags, "--root", tmp_path / "data", "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert (raw.parent / "processed").exists()
 
 
 def test_a_bad_plan_ends_all_processes_with_its_error():
@@ -230,8 +279,10 @@ def test_a_bad_plan_ends_all_processes_with_its_error():
     [
         (("--seed", ("0", "1")), "seed is 0 on rank 0 and 1 on rank 1"),
         (("--plan", ("1,2,1", "1,3,1")), "plan is '1,2,1' on rank 0 and '1,3,1' on rank 1"),
+        (("--heads", ("8", "3")), "rank 1: heads must divide dim = 128, got 3"),
+        (("--layers", ("many", "4")), "rank 0: cannot read the command line"),
     ],
-    ids=["seed", "plan"],
+    ids=["seed", "plan", "bad on one rank", "no number"],
 )
 def test_different_configurations_are_named_on_every_rank(tmp_path, flags, expected):
     with socket.socket() as free:
@@ -251,5 +302,5 @@ def test_different_configurations_are_named_on_every_rank(tmp_path, flags, expec
     for process in processes:
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 1
-        assert f"megagraph: error: the configuration must be the same on every rank, but {expected}" in stderr
+        assert "megagraph: error: " in stderr and expected in stderr
     assert not (tmp_path / "run").exists()

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megagraph.attention.layout import NodeLayout
+
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads neighbouring columns over all bits
 _MUL_1 = 0x85EBCA6B - (1 << 32)
 _MUL_2 = 0xC2B2AE35 - (1 << 32)
@@ -66,17 +68,17 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
     return hashed.bitwise_xor_(sign).ge_(dropout_threshold(p) + sign)
 
 
-def hidden_dropout(x: Tensor, p: float, key: Tensor | None, rows: Tensor) -> Tensor:
+def hidden_dropout(x: Tensor, p: float, key: Tensor | None, layout: NodeLayout) -> Tensor:
     """Dropout of hidden states x [B, M, d]; one byte an element is kept for backward.
 
     Args:
         p: probability to drop, in [0, 1).
         key: int32 [B], already specific to the layer and site; ``None`` switches dropout off.
-        rows: integer [M], the global row (node) of each row of x.
+        layout: which nodes the rows of x are, the first M of this rank's.
     """
     if key is None or p == 0.0:
         return x
-    return _HiddenDropout.apply(x, p, key, rows)
+    return _HiddenDropout.apply(x, p, key, layout.row_ids(x.device)[: x.shape[1]])
 
 
 class _HiddenDropout(torch.autograd.Function):

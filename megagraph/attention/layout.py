@@ -11,11 +11,11 @@ The last blocks may hold fewer nodes than R, or none: padding rows fill them, wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -70,6 +70,15 @@ class NodeLayout:
         rows = torch.full((self.num_local,), -1)
         rows[: len(block)] = torch.arange(block.start, block.stop)
         rows[self.block_size :] = torch.arange(self.num_nodes, self.num_columns)
+        return rows
+
+    def row_ids(self, device: torch.device) -> Tensor:
+        """int64 [S], ``local_to_global`` on a device, but for padding, which has some number."""
+        rows = torch.arange(self.num_local, device=device)
+        if self.world_size > 1:
+            start = self.block().start
+            rows += start
+            rows[self.block_size :] += self.num_nodes - self.block_size - start
         return rows
 
     @property
@@ -140,12 +149,6 @@ class NodeLayout:
             )
 
 
-@lru_cache(maxsize=64)
-def row_ids(layout: NodeLayout, device: torch.device) -> Tensor:
-    """int32 [S] ``local_to_global`` on a device, copied there once."""
-    return layout.local_to_global.to(device, torch.int32)
-
-
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_local, dim, layout, group):
@@ -158,6 +161,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat([rows, supers], dim=dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, d_rows):
         d_local = ctx.layout.shard(d_rows, ctx.dim)
         if ctx.layout.rank != 0:

@@ -33,7 +33,9 @@ class BiasedRingAttention(nn.Module):
         attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; M = ``num_queries`` or S
         returns    [B, M, E]
 
-    Memory: S * N entries of a compact bias, two blocks of k and v in flight, no scores.
+    Memory per rank, in elements of [B, S, E]: x, q, k, v and the result are kept for backward, no scores. In a ring the
+    fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
+    and two visiting blocks of gradients.
     Communication per rank: (P - 1) * 2 * B * R * E elements forward, that and P * 2 * B * R * E more backward.
 
     Raises:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.layout import NodeLayout, row_ids
+from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import (
     Impl,
     as_bias,
@@ -195,8 +195,7 @@ class _Rank:
     def step_at(self, s: int) -> Step:
         """The s-th step of the ring."""
         source = (self.layout.rank - s) % self.layout.world_size
-        rows = row_ids(self.layout, self.q.device)[: self.q.shape[2]]
-        return replace(self.step, segments=self.layout.segments(source), row_ids=rows)
+        return replace(self.step, segments=self.layout.segments(source))
 
     def regular(self, x: Tensor, y: Tensor) -> Tensor:
         """The rows that travel, of two tensors [B, H, S, D], as one message [2, B, H, R, D]."""
@@ -300,7 +299,9 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def _ranks(ctx, inputs):
         """The learned part of a step is an input of its own, for autograd's sake."""
-        return [
-            _Rank(layout, replace(step, learned=inputs[4 * i + 3]), *inputs[4 * i : 4 * i + 3])
-            for i, (layout, step) in enumerate(zip(ctx.layouts, ctx.steps, strict=True))
-        ]
+        ranks = []
+        for i, (layout, step) in enumerate(zip(ctx.layouts, ctx.steps, strict=True)):
+            q, k, v, learned = inputs[4 * i : 4 * i + 4]
+            rows = None if step.dropout_key is None else layout.row_ids(q.device)[: q.shape[2]].int()
+            ranks.append(_Rank(layout, replace(step, learned=learned, row_ids=rows), q, k, v))
+        return ranks

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.dropout import hidden_dropout, mix_key
-from megagraph.attention.layout import NodeLayout, row_ids
+from megagraph.attention.layout import NodeLayout
 from megagraph.models.config import ModelConfig
 from megagraph.models.layers import GraphTransformerLayer
 
@@ -24,11 +24,14 @@ class HierarchicalGT(nn.Module):
         mesh: the CP group over which the nodes of a sequence are spread; ``None`` for one rank.
     """
 
+    global_tokens: nn.Parameter | None
+
     def __init__(self, config: ModelConfig, *, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self.config = config
         self.input_proj = nn.Linear(config.in_features, config.dim)
-        self.global_tokens = nn.Parameter(torch.empty(config.global_tokens, config.dim))
+        tokens = nn.Parameter(torch.empty(config.global_tokens, config.dim)) if config.global_tokens else None
+        self.register_parameter("global_tokens", tokens)
         # keyed by the position in the whole model, which a pipeline stage keeps
         self.layers = nn.ModuleDict({str(i): GraphTransformerLayer(config, i, mesh) for i in range(config.layers)})
         self.final_norm = nn.LayerNorm(config.dim)
@@ -91,11 +94,11 @@ class HierarchicalGT(nn.Module):
         """Input rows [B, S, d], global tokens last."""
         projected = self.input_proj(features.to(self.input_proj.weight.dtype))
         x = nn.functional.embedding(node_index, projected)
-        tokens = self.global_tokens.to(x.dtype).expand(x.shape[0], -1, -1)
+        if self.global_tokens is not None:
+            x = torch.cat([x, self.global_tokens.to(x.dtype).expand(x.shape[0], -1, -1)], dim=1)
         key = self._key(dropout_key)
         key = None if key is None else mix_key(key, -1, _INPUT_SITE)
-        x = torch.cat([x, tokens], dim=1)
-        return hidden_dropout(x, self.config.input_dropout, key, row_ids(layout, x.device))
+        return hidden_dropout(x, self.config.input_dropout, key, layout)
 
     def transform(
         self,

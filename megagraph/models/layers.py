@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import BucketBias, ProjectedBias
 from megagraph.attention.dropout import hidden_dropout, mix_key
-from megagraph.attention.layout import NodeLayout, row_ids
+from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.models.config import ModelConfig
 
@@ -69,7 +69,6 @@ class GraphTransformerLayer(nn.Module):
         else:
             bias = ProjectedBias(structure[:, :, rows], self.bias_weight)
         key_at = [None if dropout_key is None else mix_key(dropout_key, self.index, site) for site in range(3)]
-        nodes = row_ids(layout, x.device)[rows]
         h = self.attention(
             self.attention_norm(x),
             bias,
@@ -78,6 +77,6 @@ class GraphTransformerLayer(nn.Module):
             dropout_key=key_at[_ATTENTION_SITE],
             num_queries=num_queries,
         )
-        x = x[:, rows] + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], nodes)
+        x = x[:, rows] + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], layout)
         h = self.ffn(self.ffn_norm(x))
-        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], nodes)
+        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], layout)

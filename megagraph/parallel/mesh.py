@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megagraph.planner.plan import Plan
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=10)  # a collective that takes longer has lost a rank
+TIMEOUT = timedelta(minutes=30)  # a collective that takes longer has lost a rank; the first one waits for downloads
+_starts = count()
 
 
 def world_size() -> int:
@@ -38,10 +42,20 @@ def process_group() -> Iterator[None]:
         yield
         return
     # gloo beside NCCL: the ranks must be able to talk before each has found its GPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store, rank, size = _rendezvous()
+    # a group that finds the addresses of an earlier one in the store waits for sockets that are closed
+    prefix = f"megagraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_starts)}"
+    dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=TIMEOUT)
     yield
     dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
     dist.destroy_process_group()
+
+
+@cache
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    """The store that torchrun started, this rank, and the number of ranks."""
+    return next(dist.rendezvous("env://", timeout=TIMEOUT))
 
 
 def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -63,7 +77,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
         result = function()
     except Exception as caught:
         error = caught
-    outcomes = _all_gather(None if error is None else (type(error), str(error)))
+    outcomes = all_gather(None if error is None else (type(error).__name__, str(error)))
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return result  # type: ignore[return-value]
@@ -71,21 +85,27 @@ def on_every_rank(function: Callable[[], T]) -> T:
     if outcomes != [(kind, message)] * len(outcomes):
         message = f"rank {failed[0]}: {message}"
     try:
-        same = kind(message)
-    except TypeError:  # a kind of error that is not made from one string
-        same = RuntimeError(f"{kind.__name__}: {message}")
-    raise same from error
+        raised = getattr(builtins, kind)(message)
+    except (AttributeError, TypeError):  # not everyone may know this kind, or it is not made from one string
+        raised = RuntimeError(f"{message} ({kind})")
+    raise raised from error
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
     """``function()`` on rank 0; every rank gets its result, or raises its error."""
-    result = on_every_rank(lambda: function() if rank() == 0 else None)
-    return _all_gather(result)[0]
+    return all_gather(on_every_rank(lambda: function() if rank() == 0 else None))[0]
+
+
+def on_one_process_first(function: Callable[[], T]) -> T:
+    """``on_every_rank``, but one process of each machine goes first: it writes files that the others then find."""
+    goes_first = os.environ.get("LOCAL_RANK", str(rank())) == "0"
+    result = on_every_rank(lambda: function() if goes_first else None)
+    return on_every_rank(lambda: function() if result is None else result)
 
 
 def check_equal(what: str, values: dict[str, Any]) -> None:
     """Raise the same ValueError on every rank unless all ranks hold equal ``values``."""
-    everyone = _all_gather(values)
+    everyone = all_gather(values)
     for name, expected in everyone[0].items():
         for rank, others in enumerate(everyone):
             if others[name] != expected:
@@ -102,7 +122,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return x
 
 
-def _all_gather(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
+    """The picklable ``value`` of every rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()

@@ -69,7 +69,8 @@ class Stage(nn.Module):
                 x = self.model.embed(features, node_index, layout, dropout_key)
             assert x is not None
             x = self.model.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
-            return self.model.read_out(x) if self.last else x
+            # fully_shard hangs a hook on the result, and warns that one on a view can be lost; scores are small
+            return self.model.read_out(x).clone() if self.last else x
 
 
 class Pipeline:
@@ -85,6 +86,7 @@ class Pipeline:
         self.stage, self.module, self.plan, self.mesh = stage, module, plan, mesh
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
         self._schedules: dict[tuple, ScheduleGPipe] = {}
+        self._loss: Loss = _no_loss  # of the step that runs; the schedules, made once, call it
 
     def backward(self, batch: Batch, dropout_key: Tensor, loss: Loss) -> Tensor:
         """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.
@@ -149,12 +151,16 @@ class Pipeline:
             part,
             num_chunks,
             loss_fn=(lambda scores, labels: self._loss(scores, labels)) if training else None,
-            kwargs_chunk_spec={name: _chunk_spec(x, batch.batch_size) for name, x in inputs.items()},
+            kwargs_chunk_spec={name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()},
             scale_grads=False,
         )
 
 
-def _chunk_spec(x: Any, batch_size: int) -> Any:
-    """By sequences; what is no tensor, or stands for all sequences at once, goes to every micro-batch whole."""
-    whole = not isinstance(x, Tensor) or x.shape[0] == 1 < batch_size
-    return _Replicate() if whole else TensorChunkSpec(0)
+def _no_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    raise AssertionError("no step is running")
+
+
+def _chunk_spec(name: str, x: Any, batch_size: int) -> Any:
+    """By sequences, but for what all sequences share; torch would cut that along its first axis, too."""
+    shared = name in ("layout", "num_targets") or x is None or (name == "structure" and len(x) == 1 < batch_size)
+    return _Replicate() if shared else TensorChunkSpec(0)

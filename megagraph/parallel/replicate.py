@@ -58,9 +58,9 @@ def clip_gradients(stage: Stage, max_norm: float, mesh: DeviceMesh | None) -> Te
 
 
 def gather_tensors(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """The named tensors of all stages, whole and on the CPU; complete on rank 0. Collective."""
+    """The named tensors of all stages, whole and on the CPU; complete on rank 0 only. Collective."""
     own = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu() for name, x in tensors.items()}
-    if mesh is None or mesh["pp"].size() == 1:
+    if mesh is None or mesh["pp"].size() == 1 or mesh.get_local_rank("dp") or mesh.get_local_rank("cp"):
         return own
     pipeline = mesh["pp"]
     parts: list[Any] | None = [None] * pipeline.size() if pipeline.get_local_rank() == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import megagraph as mg
 from megagraph.attention.dropout import dropout_keys, hidden_dropout, keep_mask, mix32, mix_key, row_keys
 
 
@@ -71,11 +72,11 @@ def test_hidden_dropout_keeps_one_byte_an_element():
     key = dropout_keys(0, 0, torch.arange(3))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        out = hidden_dropout(x, 0.25, key, torch.arange(x.shape[1]))
+        out = hidden_dropout(x, 0.25, key, mg.NodeLayout(x.shape[1], 0))
     assert sum(t.nbytes for t in saved) == x.numel()
     dropped = out == 0
     assert abs(dropped.double().mean() - 0.25) < 0.03
     torch.testing.assert_close(out[~dropped], x[~dropped] / 0.75)
     (d_x,) = torch.autograd.grad(out, x, torch.ones_like(x))
     torch.testing.assert_close(d_x, (~dropped).double() / 0.75)
-    assert hidden_dropout(x, 0.25, None, torch.arange(x.shape[1])) is x
+    assert hidden_dropout(x, 0.25, None, mg.NodeLayout(x.shape[1], 0)) is x

@@ -24,6 +24,8 @@ def test_every_node_is_owned_once_and_every_column_visits_once(num_nodes, num_su
     for layout, shard in zip(ranks, shards, strict=True):
         assert layout.num_local == len(shard) == -(-num_nodes // world_size) + num_super
         assert shard.tolist() == (layout.local_to_global + 1).tolist()
+        real = layout.local_to_global >= 0
+        assert torch.equal(layout.row_ids(torch.device("cpu"))[real], layout.local_to_global[real])
         seen = []
         for source in range(world_size):
             segments = layout.segments(source)

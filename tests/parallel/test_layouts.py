@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
 import numpy as np
 import pytest
@@ -11,10 +10,9 @@ import torch
 
 import megagraph as mg
 from tests import ranks
-from tests.parallel.cases import BATCHINGS, CLIP_NORM, DTYPES, LAYOUTS, MIXED_PRECISION, SHARDED, case_name, train
+from tests.parallel.cases import BATCHINGS, CASES, CLIP_NORM, MIXED_PRECISION, case_name, train
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-9}
-CASES = [(*case, False) for case in product(LAYOUTS, BATCHINGS, DTYPES)] + [(*case, True) for case in SHARDED]
 
 
 @cache
@@ -31,18 +29,14 @@ def assert_tensors_close(got, want, tolerance):
         assert error <= tolerance * scale, f"{name}: {error:.2e} > {tolerance:g} * {scale:.2e}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "batching", "dtype", "shard"),
-    CASES,
-    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) else None,
-)
+@pytest.mark.parametrize(("layout", "batching", "dtype", "shard"), CASES, ids=[case_name(*case) for case in CASES])
 def test_layout_equals_one_process(layout, batching, dtype, shard):
     tolerance = TOLERANCE[dtype]
     results = ranks.results(int(np.prod(layout)))
     for optimizer in ("adamw", "sgd"):
         name = case_name(layout, batching, dtype, shard, optimizer)
         got, want = results[0][name], one_process(batching, dtype, optimizer)
-        assert max(want["norms"]) > CLIP_NORM, "clipping is not active"
+        assert min(want["norms"]) > CLIP_NORM, "clipping is not active"
         for result in results:
             np.testing.assert_allclose(result[name]["losses"], want["losses"], rtol=tolerance)
             np.testing.assert_allclose(result[name]["norms"], want["norms"], rtol=10 * tolerance)
@@ -62,16 +56,22 @@ def test_the_comparison_can_fail(batching):
     with_dropout, without = (one_process(batching, "fp64", "sgd", p)["losses"][0] for p in (0.2, 0.0))
     assert abs(with_dropout - without) > 1e-3
     name = case_name((1, 2, 2), batching, "fp64", optimizer="sgd")
-    counts = [result[name]["targets"] for result in ranks.results(4)]
-    assert len(set(count[0] for count in counts)) > 1
-    assert min(count[-1] for count in counts) == 0 if batching == "ego" else True
-    total = np.sum(counts, axis=0).tolist()
-    assert total == one_process(batching, "fp64", "sgd")["targets"]
+    counts = np.array([result[name]["targets"] for result in ranks.results(4)])  # [rank, step]
+    assert counts.sum(axis=0).tolist() == one_process(batching, "fp64", "sgd")["targets"]
+    if batching == "cluster":
+        assert len(set(counts[:, 0])) == 4
+        return
+    assert (counts[:, 0] > 0).tolist() == [True, False, True, False]  # the target is a row of cp rank 0
+    name = case_name((2, 1, 2), batching, "fp64", optimizer="sgd")
+    last = [result[name]["targets"][-1] for result in ranks.results(4)]
+    assert last[0] > 0 and last[1] == 0  # the last batch has sequences for dp rank 0 alone
 
 
 @pytest.mark.parametrize(("layout", "batching"), MIXED_PRECISION, ids=[case_name(*x, "bf16") for x in MIXED_PRECISION])
 def test_mixed_precision_runs_in_every_layout(layout, batching):
     name = case_name(layout, batching, "bf16")
     got, want = ranks.results(int(np.prod(layout)))[0][name], one_process(batching, "bf16", "adamw")
-    np.testing.assert_allclose(got["losses"], want["losses"], rtol=0.03)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
+    exact = one_process(batching, "fp32", "adamw")["losses"]
+    assert np.abs(np.array(got["losses"]) - exact).max() > 1e-4, "this is not mixed precision"
     assert all(weight.dtype == torch.float32 for weight in got["parameters"].values())
