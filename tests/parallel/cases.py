@@ -127,6 +127,9 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         result["norms"].append(norm)
         result["targets"].append(int((batch.labels >= 0).sum()))
     result["parameters"] = gather_tensors(pipeline.stage.model.state_dict(), mesh)
+    if dtype == "bf16":
+        scores = pipeline.logits(batches[0])
+        result["scores"] = None if scores is None else scores.dtype
     if optimizer == "sgd" and dtype == "fp64":
         nodes = np.arange(builder.graph.num_nodes)
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))

@@ -70,8 +70,8 @@ def test_the_comparison_can_fail(batching):
 @pytest.mark.parametrize(("layout", "batching"), MIXED_PRECISION, ids=[case_name(*x, "bf16") for x in MIXED_PRECISION])
 def test_mixed_precision_runs_in_every_layout(layout, batching):
     name = case_name(layout, batching, "bf16")
-    got, want = ranks.results(int(np.prod(layout)))[0][name], one_process(batching, "bf16", "adamw")
-    np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
-    exact = one_process(batching, "fp32", "adamw")["losses"]
-    assert np.abs(np.array(got["losses"]) - exact).max() > 1e-4, "this is not mixed precision"
-    assert all(weight.dtype == torch.float32 for weight in got["parameters"].values())
+    results, want = ranks.results(int(np.prod(layout))), one_process(batching, "bf16", "adamw")
+    np.testing.assert_allclose(results[0][name]["losses"], want["losses"], rtol=0.01)
+    stages = [result[name]["scores"] for result in results]
+    assert stages == [None] * (len(stages) - len(stages) // layout[0]) + [torch.bfloat16] * (len(stages) // layout[0])
+    assert all(weight.dtype == torch.float32 for weight in results[0][name]["parameters"].values())
