@@ -128,6 +128,7 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         result["targets"].append(int((batch.labels >= 0).sum()))
     result["parameters"] = gather_tensors(pipeline.stage.model.state_dict(), mesh)
     if dtype == "bf16":
+        pipeline.stage.eval()
         scores = pipeline.logits(batches[0])
         result["scores"] = None if scores is None else scores.dtype
     if optimizer == "sgd" and dtype == "fp64":
