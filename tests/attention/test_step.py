@@ -140,7 +140,7 @@ def test_wide_heads(D):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_ring_of_steps(form, num_steps, impl, small_tiles):
     """Super columns come with the first keys; rows are permuted; row 1 sees one key, in the last step."""
