@@ -109,7 +109,7 @@ def test_opcheck(form):
         torch.library.opcheck(_attention, (*arguments, impl))
 
 
-@pytest.mark.parametrize(("form", "impl"), zip(FORMS, (*IMPLS, *IMPLS), strict=True))
+@pytest.mark.parametrize(("form", "impl"), list(zip(FORMS, (*IMPLS, *IMPLS), strict=True)))
 def test_opcheck_of_a_step(form, impl):
     problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
     q, k, v = problem.q, problem.k, problem.v
