@@ -172,7 +172,6 @@ class TrainConfig:
                     f"process {local_rank} of this machine needs a GPU of its own, but there are "
                     f"{torch.cuda.device_count()}; start fewer, or pass --device cpu"
                 )
-            torch.cuda.set_device(local_rank)
             return torch.device("cuda", local_rank)
         try:
             device = torch.device(self.device)

@@ -87,6 +87,8 @@ class Trainer:
             plan = config.parallel_plan()
             plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
             device = on_every_rank(config.torch_device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             check_equal("the device", {"type": device.type})
             graph = on_one_process_first(lambda: as_graph(data, config))
             split = on_every_rank(lambda: choose_split(graph, config))

@@ -10,6 +10,7 @@ The last blocks may hold fewer nodes than R, or none: padding rows fill them, wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +67,8 @@ class NodeLayout:
     @property
     def local_to_global(self) -> Tensor:
         """int64 [S], the node of every local row, -1 = padding; super rows last."""
-        block = self.block()
-        rows = torch.full((self.num_local,), -1)
-        rows[: len(block)] = torch.arange(block.start, block.stop)
-        rows[self.block_size :] = torch.arange(self.num_nodes, self.num_columns)
+        rows = self.row_ids(torch.device("cpu"))
+        rows[len(self.block()) : self.block_size] = -1
         return rows
 
     def row_ids(self, device: torch.device) -> Tensor:
@@ -116,6 +115,11 @@ class NodeLayout:
         supers = x.narrow(dim, self.num_nodes, self.num_super)
         return torch.cat([x.narrow(dim, block.start, len(block)), x.new_zeros(shape), supers], dim=dim)
 
+    def join(self, blocks: Sequence[Tensor], supers: Tensor, dim: int) -> Tensor:
+        """All N rows, from the R regular rows of every rank, padding among them, and the super rows."""
+        regular = torch.cat(list(blocks), dim=dim).narrow(dim, 0, self.num_nodes)  # padding stands at the end only
+        return torch.cat([regular, supers], dim=dim)
+
     def gather(self, x_local: Tensor, dim: int, mesh: DeviceMesh | None = None) -> Tensor:
         """All N rows on every rank, from the S rows ``x_local`` of each, every super row once.
 
@@ -157,8 +161,7 @@ class _Gather(torch.autograd.Function):
         regular = regular.contiguous()
         blocks = [torch.empty_like(regular) for _ in range(layout.world_size)]
         dist.all_gather(blocks, regular, group=group)
-        rows = torch.cat(blocks, dim=dim).narrow(dim, 0, layout.num_nodes)  # padding stands at the end only
-        return torch.cat([rows, supers], dim=dim)
+        return layout.join(blocks, supers, dim)
 
     @staticmethod
     @once_differentiable

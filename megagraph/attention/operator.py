@@ -126,16 +126,6 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, im
     )  # fmt: skip
 
 
-def attend(step: Step, q: Tensor, k: Tensor, v: Tensor, *, impl: Impl, **state) -> None:
-    """:func:`attention_step_` of a :class:`Step`."""
-    attention_step_(q, k, v, *step.flat(), impl=impl, **state)
-
-
-def attend_backward(step: Step, q: Tensor, k: Tensor, v: Tensor, *, impl: Impl, **gradients) -> None:
-    """:func:`attention_step_backward_` of a :class:`Step`."""
-    attention_step_backward_(q, k, v, *step.flat(), impl=impl, **gradients)
-
-
 @torch.library.custom_op("megagraph::attention_step_", mutates_args=("m", "l", "acc", "out", "lse"))
 def attention_step_(
     q: Tensor,
@@ -358,7 +348,7 @@ def zeros_like(x: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
     return torch.zeros_like(x, dtype=dtype, memory_format=layout)
 
 
-def choose_impl(impl: Impl | None, q: Tensor, world_size: int = 1) -> Impl:
+def choose_impl(impl: Impl | None, q: Tensor, *, ring: bool = False) -> Impl:
     """The implementation to run: the one asked for, or by device."""
     if impl is None:
         impl = "triton" if q.is_cuda else "blocked"
@@ -373,8 +363,8 @@ def choose_impl(impl: Impl | None, q: Tensor, world_size: int = 1) -> Impl:
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
-    if impl == "reference" and world_size > 1:
-        reasons.append(f"it needs all keys on one rank, not on {world_size}; use impl='blocked' or 'triton'")
+    if impl == "reference" and ring:
+        reasons.append("it needs all keys on one rank, not in a ring; use impl='blocked' or 'triton'")
     if reasons:
         raise NotImplementedError(f"impl={impl!r} cannot run these inputs:\n  " + "\n  ".join(reasons))
     return impl

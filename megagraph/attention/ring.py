@@ -25,9 +25,9 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import (
     Impl,
     as_bias,
-    attend,
-    attend_backward,
     attention,
+    attention_step_,
+    attention_step_backward_,
     check_inputs,
     choose_impl,
     make_step,
@@ -135,7 +135,7 @@ def ring_attention(
     bias = as_bias(bias)
     layout.check_mesh(mesh)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
-    impl = choose_impl(impl, q, layout.world_size)
+    impl = choose_impl(impl, q, ring=layout.world_size > 1)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
     if mesh is None or layout.world_size == 1:
         out, lse = attention(step, q, k, v, bias, impl)
@@ -165,7 +165,7 @@ def loopback_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
-    impl = choose_impl(impl, q, world_size)
+    impl = choose_impl(impl, q, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
     steps, inputs = [], []
@@ -174,10 +174,10 @@ def loopback_attention(
         steps.append(make_step(q, rows, key_padding_mask, scale, dropout_p, dropout_key))
         inputs += [*(layout.shard(x, 2) for x in (q, k, v)), steps[-1].learned]
     flat = _RingAttention.apply(Loopback(), impl, layouts, steps, *inputs)
+    size = layouts[0].block_size
     out, lse = (
-        torch.cat([*(x[:, :, : len(layout.block())] for x, layout in zip(parts, layouts, strict=True)), supers], dim=2)
+        layouts[0].join([x[:, :, :size] for x in parts], parts[0][:, :, size:], dim=2)
         for parts in (flat[0::2], flat[1::2])
-        for supers in [parts[0][:, :, layouts[0].block_size :]]
     )
     return out, lse
 
@@ -218,7 +218,8 @@ def _ring_forward(ranks: list[_Rank], exchange: Exchange, impl: Impl) -> list[tu
         for rank, block, state, (out, lse) in zip(ranks, blocks, states, results, strict=True):
             k, v = (rank.k, rank.v) if first else block
             result = {"out": out, "lse": lse} if last else {"out": None, "lse": None}
-            attend(rank.step_at(s), rank.q, k, v, impl=impl, first=first, last=last, **state, **result)
+            step = rank.step_at(s).flat()
+            attention_step_(rank.q, k, v, *step, impl=impl, first=first, last=last, **state, **result)
         if arriving is not None:
             blocks = arriving()
     return results
@@ -254,7 +255,7 @@ def _ring_backward(
             k, v = (rank.k, rank.v) if first else block
             if not first:
                 sums = replace(sums, dk=gradients[i][0], dv=gradients[i][1])
-            attend_backward(rank.step_at(s), rank.q, k, v, impl=impl, **rows, **vars(sums))
+            attention_step_backward_(rank.q, k, v, *rank.step_at(s).flat(), impl=impl, **rows, **vars(sums))
         if first:
             gradients = [rank.regular(sums.dk, sums.dv) for rank, sums in zip(ranks, own, strict=True)]
         gradients = exchange.shift(gradients)()  # after the last step they are home
@@ -288,13 +289,7 @@ class _RingAttention(torch.autograd.Function):
         ]
         gradients = _ring_backward(ranks, saved, ctx.exchange, ctx.impl, ctx.needs_input_grad[7])
         flat = [x for of_rank in gradients for x in vars(of_rank).values()]
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(None if d is None else d.to(x.dtype) for d, x in zip(flat, inputs, strict=True)),
-        )
+        return *(None,) * 4, *(None if d is None else d.to(x.dtype) for d, x in zip(flat, inputs, strict=True))
 
     @staticmethod
     def _ranks(ctx, inputs):

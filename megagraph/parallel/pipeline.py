@@ -105,7 +105,7 @@ class Pipeline:
             return value.detach()
         losses: list[Tensor] = []
         target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stage.last else {}
-        self._schedule(self.module, batch, inputs, training=True).step(**inputs, **target)
+        self._schedule(batch, inputs, training=True).step(**inputs, **target)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.stage.device)
 
     @torch.no_grad()
@@ -114,16 +114,16 @@ class Pipeline:
         inputs = batch.model_inputs()
         if self._group is None:
             return self.stage(**inputs)
-        return self._schedule(self.stage, batch, inputs, training=False).step(**inputs)
+        return self._schedule(batch, inputs, training=False).step(**inputs)
 
-    def _schedule(self, module: nn.Module, batch: Batch, inputs: dict[str, Any], *, training: bool) -> ScheduleGPipe:
+    def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> ScheduleGPipe:
         """One for every shape of batch: what stages send each other is declared once and never looked at again."""
         key = (training, batch.batch_size, batch.layout.num_local, *batch.labels.shape, batch.structure.shape[0])
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(module, batch, inputs, training)
+            self._schedules[key] = self._make_schedule(batch, inputs, training)
         return self._schedules[key]
 
-    def _make_schedule(self, module: nn.Module, batch: Batch, inputs: dict[str, Any], training: bool) -> ScheduleGPipe:
+    def _make_schedule(self, batch: Batch, inputs: dict[str, Any], training: bool) -> ScheduleGPipe:
         assert self._group is not None
         num_chunks, stage, config = self.plan.num_microbatches, self.stage, self.stage.model.config
         if batch.batch_size % num_chunks:
@@ -139,7 +139,7 @@ class Pipeline:
             )
         )
         part = PipelineStage(
-            module,
+            self.module if training else self.stage,
             self._group.get_local_rank(),
             self._group.size(),
             stage.device,

@@ -49,9 +49,9 @@ def clip_gradients(stage: Stage, max_norm: float, mesh: DeviceMesh | None) -> Te
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    if mesh is not None and mesh["pp"].size() > 1:
+    if mesh is not None and mesh.get_group("pp").size() > 1:
         square = norm.double() ** 2
-        dist.all_reduce(square, group=mesh["pp"].get_group())
+        dist.all_reduce(square, group=mesh.get_group("pp"))
         norm = square.sqrt().to(norm.dtype)
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -60,9 +60,9 @@ def clip_gradients(stage: Stage, max_norm: float, mesh: DeviceMesh | None) -> Te
 def gather_tensors(tensors: dict[str, Tensor], mesh: DeviceMesh | None) -> dict[str, Tensor]:
     """The named tensors of all stages, whole and on the CPU; complete on rank 0 only. Collective."""
     own = {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu() for name, x in tensors.items()}
-    if mesh is None or mesh["pp"].size() == 1 or mesh.get_local_rank("dp") or mesh.get_local_rank("cp"):
+    if mesh is None or mesh.get_local_rank("dp") or mesh.get_local_rank("cp"):
         return own
-    pipeline = mesh["pp"]
-    parts: list[Any] | None = [None] * pipeline.size() if pipeline.get_local_rank() == 0 else None
-    dist.gather_object(own, parts, group=pipeline.get_group(), group_dst=0)
+    pipeline = mesh.get_group("pp")
+    parts: list[Any] | None = [None] * pipeline.size() if mesh.get_local_rank("pp") == 0 else None
+    dist.gather_object(own, parts, group=pipeline, group_dst=0)
     return own if parts is None else {name: x for part in parts for name, x in part.items()}

@@ -128,7 +128,8 @@ def test_bad_call_on_a_mesh(case):
         assert result[case].startswith(ring_cases.BAD_CALLS[case][1]), result[case]
 
 
-def test_the_reference_runs_on_one_rank_only():
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_reference_runs_on_one_rank_only(world_size):
     q = torch.zeros(1, 2, 7, 4)
     with pytest.raises(NotImplementedError, match=r"impl='reference' cannot run these inputs:\n.*all keys on one rank"):
-        loopback_attention(q, q, q, num_super=1, world_size=2, impl="reference")
+        loopback_attention(q, q, q, num_super=1, world_size=world_size, impl="reference")
