@@ -188,14 +188,14 @@ def attention_step_backward_(
 ) -> None:
     """Add one visiting block's gradients into dq, dk, dv and d_learned (``None``: not wanted).
 
-    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse; the accumulators are
-    contiguous, fp32 or fp64, and shaped as q, k, v and ``learned``.
+    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse; dq, dk and dv are fp32 or
+    fp64, shaped as q, k and v; d_learned is as :func:`learned_gradient` makes it.
     """
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
     sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
-    _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums)
+    _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums, accumulate=True)
 
 
 @attention_step_.register_fake
@@ -220,13 +220,15 @@ def _run_step(step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, **state: A
             blocked.attention_step(step, q, k, v, **state)
 
 
-def _run_step_backward(step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, **gradients: Any) -> None:
+def _run_step_backward(
+    step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, *, accumulate: bool, **gradients: Any
+) -> None:
     if q.numel() == 0:
         return
     if impl == "triton":
         from megagraph.kernels.biased_attention import launch_step_bwd
 
-        launch_step_bwd(q, k, v, **vars(step), **gradients)
+        launch_step_bwd(q, k, v, **vars(step), **gradients, accumulate=accumulate)
     else:
         with _exact(q):
             blocked.attention_step_backward(step, q, k, v, **gradients)
@@ -275,8 +277,9 @@ def _(q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, sc
 @torch.library.custom_op("megagraph::biased_attention_backward", mutates_args=())
 def _attention_backward(
     d_out: Tensor,
+    d_lse: Tensor,
+    out: Tensor,
     lse: Tensor,
-    delta: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -292,23 +295,26 @@ def _attention_backward(
     learned_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    dq, dk, dv = (zeros_like(x, lse.dtype, impl) for x in (q, k, v))
+    written = impl == "triton" and q.numel() > 0 and k.shape[2] > 0
+    # the kernels write each gradient once, in its own dtype; the torch implementation adds tile by tile
+    dq, dk, dv = (torch.empty_like(x) if written else torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     d_learned = None
     if learned_grad and learned is not None:
-        d_learned = torch.zeros(learned.shape, dtype=lse.dtype, device=learned.device)
+        d_learned = learned_gradient(form, q, learned, "triton" if written else "blocked")
     if k.shape[2]:
         step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key)
-        sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
-        _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums)
+        gradients = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
+        delta = row_delta(d_out, out, d_lse, impl)
+        _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **gradients, accumulate=False)
     d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_learned
 
 
 @_attention_backward.register_fake
-def _(d_out, lse, delta, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p,
-      impl, learned_grad):  # fmt: skip
+def _(d_out, d_lse, out, lse, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale,
+      dropout_p, impl, learned_grad):  # fmt: skip
     d_learned = learned.new_empty(learned.shape) if learned_grad and learned is not None else q.new_empty(0)
-    return *(zeros_like(x, x.dtype, impl) for x in (q, k, v)), d_learned
+    return *(torch.empty_like(x) for x in (q, k, v)), d_learned
 
 
 def _setup_context(ctx, inputs, output):
@@ -320,7 +326,7 @@ def _backward(ctx, d_out, d_lse):
     *tensors, out, lse = ctx.saved_tensors
     learned_grad = ctx.needs_input_grad[4]
     dq, dk, dv, d_learned = _attention_backward(
-        d_out, lse, row_delta(d_out, out, d_lse), *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl, learned_grad
+        d_out, d_lse, out, lse, *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl, learned_grad
     )
     return dq, dk, dv, None, d_learned if learned_grad else None, *(None,) * 7
 
@@ -328,9 +334,23 @@ def _backward(ctx, d_out, d_lse):
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor, impl: str) -> Tensor:
     """What the softmax subtracts in ds = p * (dp - delta), [B, H, M]; a gradient of lse enters with the other sign."""
+    if impl == "triton":
+        from megagraph.kernels.biased_attention import launch_row_delta
+
+        delta = torch.empty_like(d_lse, memory_format=torch.contiguous_format)
+        launch_row_delta(d_out, out, d_lse.contiguous(), delta)
+        return delta
     return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
+
+
+def learned_gradient(form: str, q: Tensor, learned: Tensor, impl: str) -> Tensor:
+    """Where the gradient of the learned part is summed: in lse's dtype, zeroed; the kernels write a dense plane that
+    no heads share once, in its own dtype."""
+    if impl == "triton" and form == "dense" and learned.shape[:2] == q.shape[:2]:
+        return torch.empty_like(learned)
+    return torch.zeros_like(learned, dtype=state_dtype(q))
 
 
 def _exact(q: Tensor) -> torch.autocast:
@@ -340,12 +360,6 @@ def _exact(q: Tensor) -> torch.autocast:
 
 def state_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
-
-
-def zeros_like(x: Tensor, dtype: torch.dtype, impl: str) -> Tensor:
-    """A gradient's accumulator: contiguous for the kernels, in x's own layout on the CPU."""
-    layout = torch.contiguous_format if impl == "triton" else torch.preserve_format
-    return torch.zeros_like(x, dtype=dtype, memory_format=layout)
 
 
 def choose_impl(impl: Impl | None, q: Tensor, *, ring: bool = False) -> Impl:

@@ -30,10 +30,10 @@ from megagraph.attention.operator import (
     attention_step_backward_,
     check_inputs,
     choose_impl,
+    learned_gradient,
     make_step,
     row_delta,
     state_dtype,
-    zeros_like,
 )
 from megagraph.attention.step import Step
 
@@ -243,9 +243,11 @@ def _ring_backward(
     own = []
     for rank, rows in zip(ranks, saved, strict=True):
         dtype = rows["lse"].dtype
-        dq, dk, dv = (zeros_like(x, dtype, impl) for x in (rank.q, rank.k, rank.v))
-        learned = rank.step.learned if learned_grad else None
-        own.append(_Gradients(dq, dk, dv, None if learned is None else torch.zeros_like(learned, dtype=dtype)))
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rank.q, rank.k, rank.v))
+        learned, d_learned = rank.step.learned, None
+        if learned_grad and learned is not None:
+            d_learned = learned_gradient(rank.step.form, rank.q, learned, impl)
+        own.append(_Gradients(dq, dk, dv, d_learned))
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
     gradients: list[Tensor] = []  # [2, B, H, R, D] of the visiting blocks
     for s in range(world_size):
@@ -284,7 +286,7 @@ class _RingAttention(torch.autograd.Function):
         inputs, results = ctx.saved_tensors[: 4 * len(ctx.layouts)], ctx.saved_tensors[4 * len(ctx.layouts) :]
         ranks = _RingAttention._ranks(ctx, inputs)
         saved = [
-            {"d_out": d_out, "lse": lse, "delta": row_delta(d_out, out, d_lse)}
+            {"d_out": d_out, "lse": lse, "delta": row_delta(d_out, out, d_lse, ctx.impl)}
             for out, lse, d_out, d_lse in zip(results[0::2], results[1::2], grads[0::2], grads[1::2], strict=True)
         ]
         gradients = _ring_backward(ranks, saved, ctx.exchange, ctx.impl, ctx.needs_input_grad[7])

@@ -49,8 +49,12 @@ def _poison():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """16 x 16 tiles, so that small problems have many."""
-    sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
-    monkeypatch.setattr(kernels, "_block_sizes", lambda *args, **kwargs: sizes)
+    edges = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "TABLE_M", "TABLE_N")}
+
+    def choose(kernel, *args):
+        return dict.fromkeys(edges[kernel], 16) | {"num_warps": 1, "num_stages": 1}
+
+    monkeypatch.setattr(kernels.tiles, "choose", choose)
     monkeypatch.setattr(blocked, "ELEMENTS_PER_THREAD", 16 * 16)
 
 
@@ -100,7 +104,7 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, imp
         step = Step(**inputs, segments=segments)
         call = dict(d_out=problem.d_out, lse=lse, delta=delta, dq=dq, dk=dk_block, dv=dv_block, d_learned=d_learned)
         if impl == "triton":
-            kernels.launch_step_bwd(q, k_block, v_block, **vars(step), **call)
+            kernels.launch_step_bwd(q, k_block, v_block, **vars(step), **call, accumulate=True)
         else:
             blocked.attention_step_backward(step, q, k_block, v_block, **call)
         dk[:, :, columns] += dk_block

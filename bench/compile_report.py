@@ -1,0 +1,258 @@
+"""What the attention kernels compile to, without a GPU: registers, spills, shared memory, instructions per score.
+
+    python -m bench.compile_report                                every variant, for every architecture
+    python -m bench.compile_report --archs sm_90 --only defaults  what CI runs
+    python -m bench.compile_report --archs sm_90 --only defaults --check   ... failing above bench/compile_budget.json
+
+The launchers themselves are called, on CPU tensors, with kernels whose launch is replaced by a compilation: same
+arguments, same specialisation, same binary as on the device. An inner loop is one that computes exponentials;
+its instructions are counted in SASS and divided by the scores of its tile, per lane.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from megagraph.kernels.variants import Variant, cover, defaults
+
+BUDGET = Path(__file__).with_name("compile_budget.json")
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+B, H, N, CHANNELS, BUCKETS = 2, 8, 1024, 4, 32
+REST_COLUMNS = 17  # of the second segment: super nodes, whose number is odd
+
+
+class _Compiled:
+    """Stands in for a kernel; a launch compiles it and keeps the binary."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def compile_(*args, **kwargs):
+            self.binary = self.kernel.warmup(*args, grid=grid, **kwargs)
+            self.sizes = kwargs
+
+        return compile_
+
+
+class _StubDriver:
+    """Stands in for the GPU driver, which ``warmup`` asks for the target."""
+
+    def __init__(self, arch: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
+        self.device = ARCHS.index(arch)  # binaries are kept per device
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def _launch(variant: Variant) -> None:
+    """Launch the variant's kernel on uninitialised tensors of the benchmarks' kind."""
+    from megagraph.kernels import biased_attention as kernels
+
+    dtype, D, form = getattr(torch, variant.dtype), variant.head_dim, variant.form
+    columns = N if variant.aligned else N - 1
+
+    def rows(dtype=dtype):
+        if variant.rows_first:
+            return torch.empty(B, N, H, D, dtype=dtype).transpose(1, 2)
+        return torch.empty(B, H, N, D, dtype=dtype)
+
+    planes = (1, 1) if variant.plane == "shared" else (B, H)
+    data, learned, mask = {
+        "none": (None, None, None),
+        "dense": (None, torch.empty(*planes, N, columns, dtype=dtype), None),
+        "bucket": (torch.empty(B, N, columns, dtype=torch.uint8), torch.empty(H, BUCKETS), None),
+        "projected": (
+            torch.empty(B, CHANNELS, N, columns, dtype=dtype),
+            torch.empty(H, CHANNELS),
+            torch.empty(B, N, columns, dtype=torch.bool) if variant.padding else None,
+        ),
+    }[form]
+    regular = columns - (32 if variant.aligned else REST_COLUMNS)
+    step: dict[str, Any] = dict(
+        form=form,
+        data=data,
+        learned=learned,
+        bias_mask=mask,
+        key_padding_mask=torch.empty(B, columns, dtype=torch.bool) if variant.padding else None,
+        segments=[(0, 0, regular), (regular, regular, columns - regular)],
+        scale=D**-0.5,
+        dropout_p=0.1 if variant.dropout else 0.0,
+        dropout_key=torch.empty(B, dtype=torch.int32) if variant.dropout else None,
+        row_ids=torch.empty(N, dtype=torch.int32) if variant.dropout else None,
+    )
+    lse, delta = torch.empty(B, H, N), torch.empty(B, H, N)
+    first, last = variant.step in ("only", "first"), variant.step in ("only", "last")
+    if variant.kernel == "fwd":
+        carried = dict(m=None, l=None, acc=None)
+        if not (first and last):
+            carried = dict(m=torch.empty(B, H, N), l=torch.empty(B, H, N), acc=torch.empty(B, H, N, D))
+        result = dict(out=rows(), lse=lse) if last else dict(out=None, lse=None)
+        kernels.launch_step_fwd(rows(), rows(), rows(), **step, first=first, last=last, **carried, **result)
+        return
+    d_learned = None
+    if learned is not None:
+        d_learned = torch.empty(learned.shape, dtype=dtype if form == "dense" and planes == (B, H) else torch.float32)
+    accumulate = variant.step != "only"
+    sums = {name: rows(torch.float32 if accumulate else dtype) for name in ("dq", "dk", "dv")}
+    kernels.launch_step_bwd(
+        rows(), rows(), rows(), **step, d_out=rows(), lse=lse, delta=delta, **sums, d_learned=d_learned,
+        accumulate=accumulate,
+    )  # fmt: skip
+
+
+PASSES = {  # function of the inner loop: its edges in the launch's keywords, and heads to a tile
+    "_fwd_tile": ("BLOCK_M", "BLOCK_N", 1),
+    "_key_tile": ("KEY_M", "KEY_N", 1),
+    "_query_tile": ("QUERY_M", "QUERY_N", 1),
+    "_table_tile": ("TABLE_M", "TABLE_N", 8),
+}
+
+
+def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = None) -> dict[str, Any]:
+    """One row: resources of the kernel and of its inner loops. ``tiles`` instead of the table's."""
+    import triton
+
+    from bench.sass import read_cubin
+    from megagraph.kernels import backward, forward
+    from megagraph.kernels import tiles as table
+
+    module, name = (forward, "step_fwd") if variant.kernel == "fwd" else (backward, "step_bwd")
+    kernel, choose = getattr(module, name), table.choose
+    driver = triton.runtime.driver
+    active = driver._active
+    stand_in = _Compiled(kernel)
+    started = time.perf_counter()
+    try:
+        driver.set_active(_StubDriver(arch))
+        setattr(module, name, stand_in)
+        if tiles is not None:
+            table.choose = lambda *args: tiles
+        _launch(variant)
+    finally:
+        setattr(module, name, kernel)
+        table.choose = choose
+        driver._active = active  # reset_active() raises where there is no GPU
+    binary, sizes = stand_in.binary, stand_in.sizes
+    row: dict[str, Any] = {
+        "arch": arch,
+        "variant": variant.name,
+        "tiles": {key: size for key, size in sizes.items() if key.endswith(("_M", "_N", "num_warps", "num_stages"))},
+        "shared": binary.metadata.shared,
+    }
+    if "cubin" not in binary.asm:
+        return row | _amd(binary.asm["amdgcn"]) | {"loops": [], "seconds": time.perf_counter() - started}
+    resources, loops = read_cubin(binary.asm["cubin"], tuple(PASSES))
+    row |= resources | {"loops": []}
+    for loop in loops:
+        edge_m, edge_n, heads = PASSES[loop.function]
+        scores = sizes[edge_m] * sizes[edge_n] * heads / (32 * sizes["num_warps"])
+        exponentials = loop.count("MUFU.EX2") / scores
+        row["loops"].append(
+            {
+                "pass": loop.function.strip("_"),
+                # a masked tile is narrower than the one that the launch names
+                "masked": exponentials < 0.9,
+                "instructions": round(loop.count() / scores, 2),
+                "exponentials": round(exponentials, 2),
+                "tensor_core": round(loop.count("HMMA", "HGMMA", "UTCHMMA", "UTCMMA") / scores, 3),
+                "spills": loop.spills,
+            }
+        )
+    return row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def compile_kernel(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any]:
+    """The default variant of a kernel with other tiles."""
+    return compile_variant(arch, Variant(kernel, form, head_dim=head_dim), tiles)
+
+
+def _amd(text: str) -> dict[str, int]:
+    def field(name: str) -> int:
+        found = re.search(rf"\.{name}:\s*(\d+)", text)
+        return int(found[1]) if found else 0
+
+    return {
+        "registers": field("vgpr_count"),
+        "stack": field("private_segment_fixed_size"),
+        "spills": field("vgpr_spill_count"),
+    }
+
+
+def main(
+    archs: tuple[str, ...] = ARCHS,
+    only: Literal["defaults", "cover"] | None = None,
+    check: bool = False,
+    processes: int | None = None,
+) -> None:
+    """Compile, print a table, write bench/results/compile/ARCH.json; with ``check``, compare with the budget."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("unset TRITON_INTERPRET: the interpreter cannot compile")
+    variants = {"defaults": defaults(), "cover": cover()}
+    chosen = variants[only] if only else defaults() + cover()
+    jobs = list(itertools.product(archs, dict.fromkeys(chosen)))
+    rows = []
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for row in pool.map(compile_variant, *zip(*jobs, strict=True)):
+            rows.append(row)
+            print(_line(row), flush=True)
+    if check:
+        sys.exit("\n".join(over_budget(rows)) or None)
+
+
+def _line(row: dict[str, Any]) -> str:
+    loops = "; ".join(
+        f"{loop['pass']}{' masked' if loop['masked'] else ''} {loop['instructions']:.1f}"
+        + (f" SPILLS {loop['spills']}" if loop["spills"] else "")
+        for loop in row["loops"]
+    )
+    return (
+        f"{row['arch']} {row['variant']:45} {row['registers']:3} registers, {row['spills']:3} spills, "
+        f"{row['shared']:6} B shared, {row['seconds']:4.1f} s: {loops}"
+    )
+
+
+def over_budget(rows: list[dict[str, Any]]) -> list[str]:
+    """What exceeds bench/compile_budget.json or the architecture, one sentence each."""
+    from megagraph.kernels.tiles import SHARED_LIMIT
+
+    budget = json.loads(BUDGET.read_text(encoding="utf-8"))
+    faults = []
+    for row in rows:
+        limit = SHARED_LIMIT.get(row["arch"], row["shared"])
+        if row["shared"] > limit:
+            faults.append(f"{row['arch']} {row['variant']}: {row['shared']} bytes of shared memory, at most {limit}")
+        form = row["variant"].split("-")[1]
+        for loop in row["loops"]:
+            where = f"{row['arch']} {row['variant']} {loop['pass']}"
+            allowed = budget.get(form, {}).get(loop["pass"])
+            if allowed is not None and not loop["masked"] and loop["instructions"] > allowed:
+                faults.append(f"{where}: {loop['instructions']} instructions per score, at most {allowed}")
+            if loop["spills"]:
+                faults.append(f"{where}: {loop['spills']} spills in the loop")
+    return faults
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

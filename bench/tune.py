@@ -1,0 +1,100 @@
+"""Choose tile sizes and write kernels/tiles.json anew.
+
+    python -m bench.tune
+
+By instructions per score of the inner loops, compiled here. A candidate whose loops spill registers, or that takes more
+shared memory than the architecture has, is out; of the rest the fewest instructions win, then the fewest registers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import tyro
+
+from bench.compile_report import compile_kernel
+from megagraph.kernels.tiles import SHARED_LIMIT, TABLE
+
+FORMS = ("none", "dense", "bucket", "projected")
+HEAD_DIMS = (32, 64, 128, 256)
+FWD = {  # BLOCK_M, BLOCK_N, warps; up to this head dim
+    64: [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 64, 4)],
+    256: [(128, 64, 8), (64, 64, 4), (64, 32, 4), (128, 32, 8), (64, 16, 4)],
+}
+BWD = {  # KEY_M, KEY_N, QUERY_M, QUERY_N, warps
+    64: [
+        (128, 128, 128, 128, 8), (128, 64, 128, 128, 8), (128, 64, 128, 64, 8),
+        (64, 64, 128, 64, 4), (64, 64, 64, 64, 4), (64, 32, 64, 64, 4), (64, 32, 64, 32, 4),
+    ],
+    256: [
+        (128, 64, 128, 64, 8), (64, 64, 64, 64, 4), (64, 32, 64, 32, 4), (64, 32, 128, 32, 8), (32, 32, 64, 32, 4),
+        (64, 16, 64, 16, 4), (16, 32, 16, 32, 4), (32, 32, 32, 32, 8),
+    ],
+}  # fmt: skip
+# exact fp32 products run outside the tensor cores, with operands in registers: no search
+FP32 = {
+    "fwd": {"BLOCK_M": 32, "BLOCK_N": 32},
+    "bwd": {"KEY_M": 32, "KEY_N": 32, "QUERY_M": 32, "QUERY_N": 32, "TABLE_M": 16, "TABLE_N": 16},
+}
+
+
+def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
+    if kernel == "fwd":
+        names = ("BLOCK_M", "BLOCK_N", "num_warps")
+        sizes = next(sizes for most, sizes in FWD.items() if head_dim <= most)
+        return [dict(zip(names, size, strict=True)) | {"num_stages": stages} for size in sizes for stages in (2, 3)]
+    names = ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "num_warps")
+    sizes = next(sizes for most, sizes in BWD.items() if head_dim <= most)
+    table = {"TABLE_M": 16, "TABLE_N": 32, "num_stages": 2}
+    return [dict(zip(names, size, strict=True)) | table for size in sizes]
+
+
+def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any]:
+    """Instructions per element of one candidate, or why it is out."""
+    row = compile_kernel(arch, kernel, form, head_dim, tiles)
+    print(json.dumps([arch, kernel, form, head_dim, tiles, row]), flush=True)
+    spills = sum(loop["spills"] for loop in row["loops"])
+    out = "spills in a loop" if spills else "shared memory" if row["shared"] > SHARED_LIMIT[arch] else ""
+    total = sum(loop["instructions"] for loop in row["loops"] if not loop["masked"])
+    return {"tiles": tiles, "total": total, "registers": row["registers"], "out": out}
+
+
+def main(archs: tuple[str, ...] = ("sm_80", "sm_90"), processes: int = 2) -> None:
+    """Search every architecture, kernel, form and head dim."""
+    jobs = [
+        (arch, kernel, form, head_dim, tiles)
+        for arch, kernel, form, head_dim in itertools.product(archs, ("fwd", "bwd"), FORMS, HEAD_DIMS)
+        for tiles in candidates(kernel, head_dim)
+    ]
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        scores = list(pool.map(score, *zip(*jobs, strict=True)))
+    rows = []
+    for key, group in itertools.groupby(zip(jobs, scores, strict=True), key=lambda pair: pair[0][:4]):
+        arch, kernel, form, head_dim = key
+        valid = [result for _, result in group if not result["out"]]
+        if not valid:
+            print(f"no candidate fits {key}")
+            continue
+        best = min(valid, key=lambda result: (round(result["total"], 1), result["registers"]))
+        why = f"{best['total']:.1f} instructions per score, {best['registers']} registers; not timed"
+        rows.append(_row(arch, kernel, form, 2, head_dim, best["tiles"], why))
+    for arch, kernel, form in itertools.product(archs, ("fwd", "bwd"), FORMS):
+        sizes = FP32[kernel] | {"num_warps": 8}
+        rows.append(_row(arch, kernel, form, 4, 128, sizes | {"num_stages": 2}, "products outside the tensor cores"))
+        narrow = {name: min(size, 16) if name.endswith("_N") else size for name, size in sizes.items()}
+        rows.append(_row(arch, kernel, form, 4, 256, narrow | {"num_stages": 1}, "the same, wide heads"))
+    TABLE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
+    print(f"{len(rows)} rows in {TABLE}")
+
+
+def _row(arch, kernel, form, itemsize, head_dim, tiles, why) -> dict[str, Any]:
+    key = {"arch": arch, "kernel": kernel, "form": form, "itemsize": itemsize, "head_dim": head_dim}
+    return key | {"tiles": tiles, "why": why}
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,263 @@
+"""One ring step of exact attention with an additive graph bias, backward (FlashAttention, arXiv:2205.14135, Alg. 4).
+
+    p = exp(s - lse),  dp = d_out v^T              scores recomputed; the caller gives delta = sum(d_out * out) - d_lse
+    ds = p * (dp - delta)
+    dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T d_out
+    db = ds                                        dense; summed over pairs for a table or a projection
+
+With dropout, kept p and dp are scaled by 1 / (1 - dropout_p) and dropped ones are zero. One launch holds three kinds
+of programs. Key programs own keys and give dk and dv; query programs own queries and give dq, db and the gradient of a
+projection; table programs (``table_gradient``) give the gradient of a table. No atomics: every sum has one order, and
+two runs agree.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megagraph.kernels.table_gradient import table_program
+from megagraph.kernels.tile import (
+    LOG2E,
+    REST,
+    add_dot,
+    channel_tile,
+    dot,
+    dropped,
+    exp,
+    head_ptr,
+    load_rows,
+    loop,
+    row_keys,
+    row_offsets,
+    scores,
+    segment,
+)
+
+
+@triton.jit
+def row_delta(
+    d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """delta = sum(d_out * out) - d_lse of BLOCK_M rows; grid (B * H * cdiv(M, BLOCK_M))."""
+    pid = tl.program_id(0).to(tl.int64)
+    num_tiles = tl.cdiv(M, BLOCK_M)
+    bh = pid // num_tiles
+    rows = pid % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    d_lse = tl.load(d_lse_ptr + bh * M + rows, mask=rows < M, other=0.0)
+    product = tl.full([BLOCK_M, BLOCK_D], 1.0, d_lse.dtype)
+    for t in tl.static_range(2):
+        x = d_out if t == 0 else out
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        ptrs = x.ptr + bh // H * x.strides[0] + bh % H * x.strides[1]
+        ptrs += rows[:, None] * x.strides[2] + offs_d * x.strides[3]
+        product *= tl.load(ptrs, mask=(rows < M)[:, None] & (offs_d < D), other=0.0).to(d_lse.dtype)
+    tl.store(delta_ptr + bh * M + rows, tl.sum(product, axis=1) - d_lse, mask=rows < M)
+
+
+@triton.jit
+def _load_lse(x, ptr, offs, mask):
+    """Pivot of exp, [BLOCK, 1]: lse; +inf where there was no key or is no row, so that p = 0."""
+    lse = tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf"))[:, None]
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    return lse * LOG2E if x.FOLD else lse
+
+
+@triton.jit
+def _write_rows(x, t, b, h, start, offs, left, rows, ACCUMULATE: tl.constexpr):
+    """t[b, h, start + offs] = rows, or += rows; they are this program's alone."""
+    offsets, in_d = row_offsets(x, t, start + offs)
+    ptrs = head_ptr(x, t, b, h) + offsets
+    keep = (offs < left)[:, None] & in_d
+    if ACCUMULATE:
+        rows += tl.load(ptrs, mask=keep, other=0.0)
+    tl.store(ptrs, rows, mask=keep)
+
+
+@triton.jit
+def _key_tile(
+    x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, rows_left, col, cols_left,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the share of the queries at row.. to dk and dv.
+
+    The tile stands as the bias does, queries by keys, and p and ds go through shared memory to be transposed: in 16
+    bits, where a transposed bias would be read one element at a time.
+    """
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    in_rows = offs_m < rows_left
+    q = load_rows(x, x.q, q_ptr, row, offs_m, rows_left, MASKED)
+    do = load_rows(x, d_out, d_out_ptr, row, offs_m, rows_left, MASKED)
+    stat = (b * x.H + h) * x.M + row + offs_m
+    lse = _load_lse(x, lse_ptr, stat, in_rows if MASKED else None)
+    delta = (tl.load(delta_ptr + stat, mask=in_rows, other=0.0) if MASKED else tl.load(delta_ptr + stat))[:, None]
+
+    s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, offs_n < cols_left, MASKED)
+    p = exp(x, s, lse)
+    dp = dot(x, do, tl.trans(v))
+    p_kept = p
+    if x.THRESHOLD > 0:  # kept p is scaled once, in dv
+        keys = row_keys(x, b, h, tl.minimum(row + offs_m, x.M - 1))
+        drop = dropped(x, keys[:, None], (col + offs_n)[None, :])
+        p_kept = tl.where(drop, 0.0, p)
+        dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
+    dv = add_dot(dv, tl.trans(p_kept.to(do.dtype)), do)
+    ds = p * (dp - delta)
+    return add_dot(dk, tl.trans(ds.to(q.dtype)), q), dv
+
+
+@triton.jit
+def _key_program(
+    x, d_out, lse_ptr, delta_ptr, dk_out, dv_out, b, h, key, col, left,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of ``left`` <= BLOCK_N keys at key.., over all queries."""
+    offs_n = tl.arange(0, BLOCK_N)
+    k = load_rows(x, x.k, head_ptr(x, x.k, b, h), key, offs_n, left, True)
+    v = load_rows(x, x.v, head_ptr(x, x.v, b, h), key, offs_n, left, True)
+    q_ptr = head_ptr(x, x.q, b, h)
+    d_out_ptr = head_ptr(x, d_out, b, h)
+    dk = tl.zeros([BLOCK_N, x.BLOCK_D], x.ACC_DTYPE)
+    dv = tl.zeros([BLOCK_N, x.BLOCK_D], x.ACC_DTYPE)
+    # in 64 bits, as a row is multiplied by strides
+    whole = tl.where(left < BLOCK_N, 0, x.M // BLOCK_M * BLOCK_M).to(tl.int64)
+    for row in loop(0, whole, BLOCK_M):
+        dk, dv = _key_tile(
+            x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, BLOCK_M, col, left,
+            BLOCK_M, BLOCK_N, False,
+        )  # fmt: skip
+    for row in loop(whole, x.M, REST):
+        dk, dv = _key_tile(
+            x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, x.M - row, col, left,
+            REST, BLOCK_N, True,
+        )  # fmt: skip
+    _write_rows(x, dk_out, b, h, key, offs_n, left, dk * x.scale, ACCUMULATE)
+    _write_rows(x, dv_out, b, h, key, offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
+
+
+@triton.jit
+def _query_tile(
+    x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, offs_m, in_rows, key, col, left,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the share of the keys at key.., in columns col.., to dq; write db, or add to the projection's sums
+    [BLOCK_M, BLOCK_C]."""
+    offs_n = tl.arange(0, BLOCK_N)
+    in_cols = offs_n < left
+    k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
+    v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
+    s = scores(x, dot(x, q, tl.trans(k)), b, h, 0, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+    p = exp(x, s, lse)
+    dp = dot(x, do, tl.trans(v))
+    if x.THRESHOLD > 0:
+        dp = tl.where(dropped(x, keys[:, None], (col + offs_n)[None, :]), 0.0, dp * x.KEEP_SCALE)
+    ds = p * (dp - delta)  # 0 for a masked pair, whose p is 0
+    inside = in_rows[:, None] & in_cols[None, :] if MASKED else in_rows[:, None]
+    if d_learned is not None and x.FORM == "dense":
+        stride_b, stride_h, stride_m, stride_n = d_learned.strides
+        offsets = offs_m.to(tl.int64)[:, None] * stride_m + offs_n.to(tl.int64)[None, :] * stride_n
+        ptrs = (d_learned.ptr + b * stride_b + h * stride_h + col * stride_n) + offsets
+        db = ds
+        if SHARED:  # by the heads of this program, one after another
+            db += tl.load(ptrs, mask=inside, other=0.0)
+        tl.store(ptrs, db, mask=inside)
+    elif d_learned is not None and x.FORM == "projected":
+        offs_c = tl.arange(0, BLOCK_C)[None, :]
+        for c in tl.static_range(x.NUM_CHANNELS):
+            channel = channel_tile(x, c, b, 0, offs_m, col, offs_n, inside, MASKED)
+            sums += tl.where(offs_c == c, tl.sum(ds * channel, axis=1, keep_dims=True), 0.0)
+    return add_dot(dq, ds, k), sums
+
+
+@triton.jit
+def _query_program(
+    x, d_out, lse_ptr, delta_ptr, dq_out, d_learned, b, h, tile, num_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """dq of BLOCK_M queries of one head, over all keys, and their share of a dense or projected bias's gradient."""
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    in_rows = rows < x.M
+    offs_m = tl.minimum(rows, x.M - 1)  # rows beyond M repeat the last one, with p = 0
+    q = load_rows(x, x.q, head_ptr(x, x.q, b, h), 0, offs_m, x.M, False)
+    do = load_rows(x, d_out, head_ptr(x, d_out, b, h), 0, offs_m, x.M, False)
+    stat = (b * x.H + h) * x.M + rows
+    lse = _load_lse(x, lse_ptr, stat, in_rows)
+    delta = tl.load(delta_ptr + stat, mask=in_rows, other=0.0)[:, None]
+    keys = row_keys(x, b, h, offs_m)
+    k_ptr = head_ptr(x, x.k, b, h)
+    v_ptr = head_ptr(x, x.v, b, h)
+    dq = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
+    sums = tl.zeros([BLOCK_M, BLOCK_C], x.ACC_DTYPE)
+    for i in loop(0, x.num_segments, 1):
+        key_start, column_start, length = segment(x, i)
+        whole = length // BLOCK_N * BLOCK_N
+        for start in loop(0, whole, BLOCK_N):
+            dq, sums = _query_tile(
+                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, offs_m, in_rows,
+                key_start + start, column_start + start, BLOCK_N, BLOCK_N, BLOCK_C, SHARED, False,
+            )  # fmt: skip
+        for start in loop(whole, length, REST):
+            dq, sums = _query_tile(
+                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, offs_m, in_rows,
+                key_start + start, column_start + start, length - start, REST, BLOCK_C, SHARED, True,
+            )  # fmt: skip
+    _write_rows(x, dq_out, b, h, start_m, tl.arange(0, BLOCK_M), x.M - start_m, dq * x.scale, ACCUMULATE)
+    if d_learned is not None and x.FORM == "projected":  # partial sums [B, H, num_tiles, C]
+        offs_c = tl.arange(0, BLOCK_C)
+        ptrs = d_learned.ptr + ((b * x.H + h) * num_tiles + tile) * x.NUM_CHANNELS + offs_c
+        tl.store(ptrs, tl.sum(sums, axis=0), mask=offs_c < x.NUM_CHANNELS)
+
+
+@triton.jit
+def step_bwd(
+    x, d_out, lse_ptr, delta_ptr, dq, dk, dv, d_learned,
+    num_key_programs, num_key_tiles, num_query_programs, num_query_tiles, num_table_tiles, group_b, group_h,
+    KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    TABLE_H: tl.constexpr, TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    SHARED: tl.constexpr, ACCUMULATE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (num_key_programs + num_query_programs + table programs); heads vary fastest, as in forward.
+
+    A key program owns one key tile of one head. A query program owns one query tile of one bias plane, which
+    group_b * group_h heads share: one, unless the gradient of a broadcast dense plane is wanted.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    if pid < num_key_programs:
+        h = pid % x.H
+        tile = pid // x.H % num_key_tiles
+        b = pid // x.H // num_key_tiles
+        for i in loop(0, x.num_segments, 1):  # find the segment that holds this tile
+            key_start, column_start, length = segment(x, i)
+            segment_tiles = tl.cdiv(length, KEY_N)
+            if (tile >= 0) & (tile < segment_tiles):
+                start = tile * KEY_N
+                _key_program(
+                    x, d_out, lse_ptr, delta_ptr, dk, dv, b, h, key_start + start, column_start + start,
+                    tl.minimum(length - start, KEY_N), KEY_M, KEY_N, ACCUMULATE,
+                )  # fmt: skip
+            tile -= segment_tiles
+    elif pid < num_key_programs + num_query_programs:
+        pid -= num_key_programs
+        planes_h = x.H // group_h
+        plane_h = pid % planes_h
+        tile = pid // planes_h % num_query_tiles
+        plane_b = pid // planes_h // num_query_tiles
+        for g in loop(0, group_b * group_h, 1):
+            _query_program(
+                x, d_out, lse_ptr, delta_ptr, dq, d_learned,
+                plane_b * group_b + g // group_h, plane_h * group_h + g % group_h, tile, num_query_tiles,
+                QUERY_M, QUERY_N, BLOCK_C, SHARED, ACCUMULATE,
+            )  # fmt: skip
+            if SHARED:
+                tl.debug_barrier()  # the next head reads what this one added to the plane's gradient
+    elif d_learned is not None and x.FORM == "bucket":
+        pid -= num_key_programs + num_query_programs
+        groups = tl.cdiv(x.H, TABLE_H)
+        table_program(
+            x, d_out, lse_ptr, delta_ptr, d_learned,
+            pid // groups // num_table_tiles, pid % groups, pid // groups % num_table_tiles, num_table_tiles,
+            TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS,
+        )  # fmt: skip

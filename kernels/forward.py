@@ -1,0 +1,124 @@
+"""One ring step of exact attention with an additive graph bias, forward.
+
+    s = scale * q k^T + b                          b = values | table[index] | sum_c weight[c] * channels[c]
+    m, l, acc <- online softmax of s against v     FlashAttention, arXiv:2205.14135, Alg. 1
+    out = acc / l,  lse = log(sum_j exp(s_j))      written by the last step
+
+With dropout, kept p are scaled by 1 / (1 - dropout_p) and dropped ones are zero; l sums all of them. State and sums
+are fp32, or fp64 for fp64 inputs, which run in the interpreter only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megagraph.kernels.tile import (
+    LN2,
+    LOG2E,
+    REST,
+    add_dot,
+    dot,
+    dropped,
+    exp,
+    head_ptr,
+    load_rows,
+    loop,
+    row_keys,
+    row_offsets,
+    scores,
+    segment,
+)
+
+
+@triton.jit
+def _fwd_tile(
+    x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, offs_m, in_rows, key, col, left,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys at key.., in columns col.., into the state.
+
+    m and l are [BLOCK_M, 1], so that the compiler gives them the layout of the scores; as vectors they take that of
+    the bias, and the softmax is computed in both.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    in_cols = offs_n < left
+    k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
+    v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
+    s = scores(x, dot(x, q, tl.trans(k)), b, h, 0, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+
+    s_max = tl.max(s, axis=1, keep_dims=True)
+    m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
+    # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
+    pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+    p = exp(x, s, pivot)
+    rescale = tl.exp2(m - pivot if x.FOLD else (m - pivot) * LOG2E)
+    l = l * rescale + tl.sum(p, axis=1, keep_dims=True)
+    if x.THRESHOLD > 0:  # kept p is scaled once, in out
+        p = tl.where(dropped(x, keys[:, None], (col + offs_n)[None, :]), 0.0, p)
+    return m_new, l, add_dot(acc * rescale, p, v)
+
+
+@triton.jit
+def step_fwd(
+    x, m_ptr, l_ptr, acc_ptr, out, lse_ptr, num_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * num_tiles * H); one program owns BLOCK_M query rows of one head.
+
+    Heads vary fastest: they share index, channels and masks, which then come from L2. Here m is in base 2 if FOLD;
+    in memory it is natural.
+    """
+    pid = tl.program_id(0).to(tl.int64)  # 64-bit before the first multiply by a stride
+    h = pid % x.H
+    tile = pid // x.H
+    b = tile // num_tiles
+    rows = tile % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = rows < x.M
+    offs_m = tl.minimum(rows, x.M - 1)  # rows beyond M repeat the last one, and are not stored
+    state = (b * x.H + h) * x.M + rows[:, None]
+    in_state = in_rows[:, None]
+    offs_d = tl.arange(0, x.BLOCK_D)[None, :]
+    in_acc = in_state & (offs_d < x.D)
+
+    q = load_rows(x, x.q, head_ptr(x, x.q, b, h), 0, offs_m, x.M, False)
+    if FIRST:
+        m = tl.full([BLOCK_M, 1], -float("inf"), x.ACC_DTYPE)
+        l = tl.zeros([BLOCK_M, 1], x.ACC_DTYPE)
+        acc = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
+    else:
+        m = tl.load(m_ptr + state, mask=in_state, other=-float("inf"))
+        l = tl.load(l_ptr + state, mask=in_state, other=0.0)
+        acc = tl.load(acc_ptr + state * x.D + offs_d, mask=in_acc, other=0.0)
+        if x.FOLD:
+            m *= LOG2E
+
+    k_ptr = head_ptr(x, x.k, b, h)
+    v_ptr = head_ptr(x, x.v, b, h)
+    keys = row_keys(x, b, h, offs_m)
+    for i in loop(0, x.num_segments, 1):
+        key_start, column_start, length = segment(x, i)
+        whole = length // BLOCK_N * BLOCK_N
+        for start in loop(0, whole, BLOCK_N):
+            m, l, acc = _fwd_tile(
+                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, offs_m, in_rows,
+                key_start + start, column_start + start, BLOCK_N, BLOCK_N, False,
+            )  # fmt: skip
+        for start in loop(whole, length, REST):
+            m, l, acc = _fwd_tile(
+                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, offs_m, in_rows,
+                key_start + start, column_start + start, length - start, REST, True,
+            )  # fmt: skip
+
+    if LAST:
+        l_safe = tl.where(l == 0.0, 1.0, l)  # a row that met no valid key: out = 0, lse = m = -inf
+        lse = (m + tl.log2(l_safe)) * LN2 if x.FOLD else m + tl.log2(l_safe) * LN2
+        tl.store(lse_ptr + state, lse, mask=in_state)
+        offsets, in_d = row_offsets(x, out, rows)
+        tl.store(head_ptr(x, out, b, h) + offsets, acc * (x.KEEP_SCALE / l_safe), mask=in_state & in_d)
+    else:
+        if x.FOLD:
+            m *= LN2
+        tl.store(m_ptr + state, m, mask=in_state)
+        tl.store(l_ptr + state, l, mask=in_state)
+        tl.store(acc_ptr + state * x.D + offs_d, acc, mask=in_acc)

@@ -1,0 +1,238 @@
+"""What the attention kernels share: operands, loads, scores and dropout of one tile.
+
+B batch, H heads, M queries on this rank, Nk keys in the visiting block, N bias columns, D head dim. A tile is
+[BLOCK_M, BLOCK_N] scores of one head. Most tiles lie inside the problem and are loaded without masks; those that
+overrun it are ``MASKED``, a second copy of the code, because one mask in the loop costs more than the arithmetic.
+
+Segments (key_start, column_start, length) say which bias columns the visiting keys own. No tile straddles two, so
+the columns of a tile are consecutive.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+MASKED_BUCKET: tl.constexpr = tl.constexpr(255)
+TABLE_SIZE: tl.constexpr = tl.constexpr(256)  # every uint8 index has an entry, so that a look-up needs no bounds
+REST: tl.constexpr = tl.constexpr(16)  # edge of MASKED tiles: few registers, little computed and thrown away
+INTERPRET: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def _interpreted_range(start, stop, step):
+    """``range`` over the interpreter's one-element tensors, which numpy >= 2.4 does not turn into ints."""
+    bounds = (int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x) for x in (start, stop, step))
+    yield from range(*bounds)
+
+
+loop = _interpreted_range if INTERPRET else tl.range  # compiled, it must be a loop that Triton can pipeline
+
+
+class Strided(NamedTuple):
+    """A tensor as a kernel argument; strides are in elements, 0 along a broadcast axis."""
+
+    ptr: Tensor
+    strides: tuple[int, ...]
+
+
+class Operands(NamedTuple):
+    """What forward and backward read. ``None`` is a compile-time constant: what is absent costs nothing."""
+
+    q: Strided  # [B, H, M, D]
+    k: Strided  # [B, H, Nk, D]
+    v: Strided  # [B, H, Nk, D]
+    learned: Strided | None  # dense [B, H, M, N], bucket [H, TABLE_SIZE], projected [H, C]
+    data: Strided | None  # bucket [B, M, N], projected [B, C, M, N]
+    bias_mask: Strided | None  # [B, M, N], nonzero = masked
+    padding: Strided | None  # [B, N], nonzero = masked
+    dropout_key: Tensor | None  # int32 [B]
+    row_ids: Tensor | None  # int32 [M]
+    segments: Tensor  # int32 [num_segments, 3]
+    num_segments: int
+    scale: float
+    H: int
+    M: int
+    Nk: int
+    # compile-time constants, as tl.constexpr
+    FORM: str  # "none", "dense", "bucket" or "projected"
+    NUM_CHANNELS: int  # C
+    PAIRED: bool  # bf16 bias values may be read as 32-bit pairs
+    THRESHOLD: int  # hashes below it are dropped; 0 = no dropout
+    KEEP_SCALE: float  # 1 / (1 - dropout_p)
+    FOLD: bool  # see exp
+    ALIGNMENT: int  # elements; divides all strides of q, k, v and what has their rows, but the last
+    COLUMN_ALIGNMENT: int  # divides the column where a segment starts
+    ACC_DTYPE: tl.dtype  # of scores and sums
+    D: int
+    BLOCK_D: int  # D padded to a power of two, at least 16, in registers
+
+
+@triton.jit
+def head_ptr(x, t, b, h):
+    """First element of t[b, h], where t has rows as q has."""
+    return t.ptr + b * (t.strides[0] // x.ALIGNMENT * x.ALIGNMENT) + h * (t.strides[1] // x.ALIGNMENT * x.ALIGNMENT)
+
+
+@triton.jit
+def row_offsets(x, t, rows):
+    """Offsets [BLOCK, BLOCK_D] of ``rows`` within one head of t, and which columns exist."""
+    offs_d = tl.arange(0, x.BLOCK_D)[None, :]
+    stride = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
+    return rows.to(tl.int64)[:, None] * stride + offs_d * t.strides[3], offs_d < x.D
+
+
+@triton.jit
+def load_rows(x, t, ptr, start, offs, left, MASKED: tl.constexpr):
+    """Rows start + offs of the head of t that begins at ptr, [BLOCK, BLOCK_D]; zero beyond D and, if MASKED, where
+    offs >= left. What varies in a loop is added to ptr, so that the offsets are computed once."""
+    offsets, in_d = row_offsets(x, t, offs)
+    ptrs = (ptr + start * (t.strides[2] // x.ALIGNMENT * x.ALIGNMENT)) + offsets
+    if MASKED:
+        rows = tl.load(ptrs, mask=(offs < left)[:, None] & in_d, other=0.0)
+    elif x.D < x.BLOCK_D:
+        rows = tl.load(ptrs, mask=in_d, other=0.0)
+    else:
+        rows = tl.load(ptrs)
+    if INTERPRET and rows.dtype == tl.bfloat16:  # the interpreter multiplies bf16 bit patterns
+        rows = rows.to(tl.float32)
+    return rows
+
+
+@triton.jit
+def dot(x, a, b):
+    """a b; "ieee" keeps fp32 inputs fp32, where the default would round them to tf32."""
+    return tl.dot(a, b, input_precision="ieee", out_dtype=x.ACC_DTYPE)
+
+
+@triton.jit
+def add_dot(acc, p, a):
+    """acc + p a, with the scores-shaped p rounded to a's dtype for the tensor cores."""
+    return tl.dot(p.to(a.dtype), a, acc, input_precision="ieee", out_dtype=acc.dtype)
+
+
+@triton.jit
+def exp(x, s, pivot):
+    """exp(s - pivot), in a multiply-add and an exp2 if FOLD, when the pivot is in base 2.
+
+    A product s * log2(e) is rounded once more, which shows in fp32 gradients and is lost in the rounding of 16-bit
+    inputs.
+    """
+    return tl.exp2(s * LOG2E - pivot if x.FOLD else (s - pivot) * LOG2E)
+
+
+@triton.jit
+def segment(x, i):
+    """(key_start, column_start, length); starts in 64 bits, as they are multiplied by strides."""
+    key_start = tl.load(x.segments + 3 * i).to(tl.int64)
+    column_start = tl.multiple_of(tl.load(x.segments + 3 * i + 1).to(tl.int64), x.COLUMN_ALIGNMENT)
+    return key_start, column_start, tl.load(x.segments + 3 * i + 2)
+
+
+@triton.jit
+def mix32(x):
+    """MurmurHash3's 32-bit finaliser on uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def row_keys(x, b, h, rows):
+    """uint32 dropout key of each query row: mix32(mix32(key[b] ^ h) ^ global row)."""
+    global_rows = rows
+    if x.THRESHOLD > 0:
+        if x.row_ids is not None:
+            global_rows = tl.load(x.row_ids + rows)
+        key = tl.load(x.dropout_key + b).to(tl.uint32, bitcast=True)
+        return mix32(mix32(key ^ h.to(tl.uint32)) ^ global_rows.to(tl.uint32))
+    return global_rows.to(tl.uint32)  # never read
+
+
+@triton.jit
+def dropped(x, keys, cols):
+    """True = dropped; the row keys and columns broadcast to the tile."""
+    return mix32(keys ^ (cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD
+
+
+@triton.jit
+def _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+    """Plane [row + offs_m, col + offs_n]; 0 outside, which asynchronous copies can write."""
+    offsets = offs_m.to(tl.int64)[:, None] * stride_m + offs_n.to(tl.int64)[None, :] * stride_n
+    ptrs = (ptr + row * stride_m + col * stride_n) + offsets
+    if MASKED:
+        return tl.load(ptrs, mask=inside, other=0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def _load_pairs(ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
+    """bf16 plane [row + offs_m, col + arange(BLOCK_N)] as fp32, read as 32-bit pairs.
+
+    A bf16 is the upper half of an fp32: a shift and a mask unpack a pair, where the compiler takes three instructions.
+    """
+    ptr = ptr.to(tl.pointer_type(tl.int32))
+    offsets = offs_m.to(tl.int64)[:, None] * (stride_m // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+    pair = tl.load((ptr + row * (stride_m // 2) + col // 2) + offsets)
+    low = (pair << 16).to(tl.float32, bitcast=True)
+    high = (pair & -65536).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(low, high), [offs_m.shape[0], BLOCK_N])
+
+
+@triton.jit
+def _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+    """A plane of values in the dtype of the scores."""
+    if x.PAIRED and not MASKED:
+        return _load_pairs(ptr, stride_m, row, offs_m, col, offs_n.shape[0])
+    return _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED).to(x.ACC_DTYPE)
+
+
+@triton.jit
+def bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+    """uint8 bucket of each pair."""
+    stride_b, stride_m, stride_n = x.data.strides
+    return _load_plane(x.data.ptr + b * stride_b, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+
+
+@triton.jit
+def channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+    """Channel c of each pair of nodes."""
+    stride_b, stride_c, stride_m, stride_n = x.data.strides
+    ptr = x.data.ptr + b * stride_b + c * stride_c
+    return _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+
+
+@triton.jit
+def scores(x, qk, b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.constexpr):
+    """Scores scale * qk + b[b, h, row + offs_m, col + offs_n], natural log, -inf where masked or outside."""
+    inside = in_rows[:, None] & in_cols[None, :]
+    s = qk * x.scale
+    if x.FORM == "dense":
+        stride_b, stride_h, stride_m, stride_n = x.learned.strides
+        ptr = x.learned.ptr + b * stride_b + h * stride_h
+        s += _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+    elif x.FORM == "bucket":
+        bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+        s += tl.load(x.learned.ptr + h * TABLE_SIZE + bucket.to(tl.int32))
+    elif x.FORM == "projected":
+        stride_h, stride_c = x.learned.strides
+        for c in tl.static_range(x.NUM_CHANNELS):
+            weight = tl.load(x.learned.ptr + h * stride_h + c * stride_c).to(s.dtype)
+            s += weight * channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+        if x.bias_mask is not None:
+            stride_b, stride_m, stride_n = x.bias_mask.strides
+            ptr = x.bias_mask.ptr + b * stride_b
+            masked = _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+            s = tl.where(masked == 0, s, -float("inf"))
+    if x.padding is not None:
+        stride_b, stride_n = x.padding.strides
+        ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
+        padding = tl.load(ptrs, mask=in_cols, other=0) if MASKED else tl.load(ptrs)
+        s += tl.where(padding == 0, 0.0, -float("inf"))[None, :]
+    if MASKED:
+        s = tl.where(inside, s, -float("inf"))
+    return s

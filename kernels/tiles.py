@@ -1,0 +1,54 @@
+"""Tile sizes of the attention kernels: the rows of tiles.json, and the one that fits a launch.
+
+A row serves one architecture, kernel, form of bias and size of element, and head dims up to ``head_dim``; ``why`` says
+what it was chosen by. ``python -m bench.tune`` writes the rows anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Literal
+
+import triton
+
+from megagraph.kernels.tile import INTERPRET
+
+TABLE = Path(__file__).with_name("tiles.json")
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes a program may use; nobody checks
+
+Kernel = Literal["fwd", "bwd"]
+
+
+def architecture() -> str:
+    """``"sm_90"``, as the active driver says; that of the table's rows where the kernels are interpreted."""
+    if INTERPRET:
+        return "sm_90"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+@functools.cache
+def _rows(arch: str) -> list[dict]:
+    """The rows of this architecture, or of the newest one that is not newer."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))
+    known = {row["arch"]: int(row["arch"][3:]) for row in rows}
+    wanted = int(arch[3:]) if arch.startswith("sm_") else 80
+    nearest = max((name for name in known if known[name] <= wanted), key=known.__getitem__, default="sm_80")
+    return [row for row in rows if row["arch"] == nearest]
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arch: str) -> dict[str, int]:
+    """Tile sizes, warps and stages for M queries and at most N keys a segment.
+
+    Small problems take small tiles, as what lies beyond M and N is computed and thrown away; 16 is the least that
+    tl.dot takes.
+    """
+    fits = (
+        row for row in _rows(arch) if (row["kernel"], row["form"], row["itemsize"]) == (kernel, form, min(itemsize, 4))
+    )
+    row = min((row for row in fits if row["head_dim"] >= D), key=lambda row: row["head_dim"])
+    edges = {name: max(16, triton.next_power_of_2(M if name.endswith("_M") else N)) for name in row["tiles"]}
+    return {name: size if name.startswith("num_") else min(size, edges[name]) for name, size in row["tiles"].items()}

@@ -1,0 +1,80 @@
+"""The kernels to check: the default configurations, and a cover of everything else they can be compiled for.
+
+Every pair of values of two factors occurs in some variant of the cover (pairwise testing): most faults of a
+specialised kernel need one or two of its options, and the product of all would be thousands.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+FORMS = ("none", "dense", "bucket", "projected")
+
+
+class Variant(NamedTuple):
+    """One compiled kernel. Factors that a kernel does not have are ignored."""
+
+    kernel: str  # "fwd" or "bwd"
+    form: str
+    dtype: str = "bfloat16"
+    head_dim: int = 64
+    step: str = "only"  # of a ring: "only", "first", "middle" or "last"; backward writes at the first, else adds
+    dropout: bool = False
+    padding: bool = False  # key_padding_mask; with a projected bias, also its mask
+    aligned: bool = True  # segments begin at multiples of 16 columns and the rows of the bias hold such a multiple
+    rows_first: bool = True  # memory of q, k, v is [B, N, H, D], as projections leave it; else [B, H, N, D]
+    plane: str = "own"  # dense backward: every head has a plane of its own, or "shared" by all
+
+    @property
+    def name(self) -> str:
+        """What pytest and the report print."""
+        flags = [name for name in ("dropout", "padding") if getattr(self, name)]
+        flags += [word for word, plain in (("odd", self.aligned), ("heads_first", self.rows_first)) if not plain]
+        flags += ["shared"] if self.plane == "shared" else []
+        return "-".join([self.kernel, self.form, self.dtype, f"D{self.head_dim}", self.step, *flags])
+
+
+FACTORS: dict[str, tuple] = {
+    "kernel": ("fwd", "bwd"),
+    "form": FORMS,
+    "dtype": ("bfloat16", "float16", "float32"),
+    "head_dim": (8, 4, 64, 1, 16, 40, 128, 256),
+    "step": ("only", "first", "middle", "last"),
+    "dropout": (False, True),
+    "padding": (False, True),
+    "aligned": (True, False),
+    "rows_first": (True, False),
+    "plane": ("own", "shared"),
+}
+
+
+def defaults() -> list[Variant]:
+    """What training runs, at the head dims of the benchmarks."""
+    return [
+        Variant(kernel, form, head_dim=D) for D in (4, 8, 32, 64, 128) for form in FORMS for kernel in ("fwd", "bwd")
+    ]
+
+
+def cover() -> list[Variant]:
+    """A greedy pairwise cover of ``FACTORS``: each variant takes, factor by factor, the value that meets most pairs
+    not met before."""
+    names = list(FACTORS)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in FACTORS[a] for y in FACTORS[b]}
+    variants = []
+    while missing:
+        (a, x), (b, y) = min(missing, key=lambda pair: [(names.index(n), FACTORS[n].index(v)) for n, v in pair])
+        chosen = {a: x, b: y}
+        for name in names:
+            if name not in chosen:
+                chosen[name] = max(
+                    FACTORS[name], key=lambda value: len(missing & _pairs(names, chosen | {name: value}))
+                )
+        missing -= _pairs(names, chosen)
+        variants.append(Variant(**chosen))
+    return variants
+
+
+def _pairs(names: list[str], chosen: dict) -> set:
+    items = [(name, chosen[name]) for name in names if name in chosen]
+    return set(itertools.combinations(items, 2))
