@@ -29,9 +29,9 @@ from megagraph.kernels.tile import (
     load_rows,
     loop,
     row_keys,
-    row_offsets,
     scores,
     segment,
+    write_rows,
 )
 
 
@@ -61,17 +61,6 @@ def _load_lse(x, ptr, offs, mask):
     lse = tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf"))[:, None]
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     return lse * LOG2E if x.FOLD else lse
-
-
-@triton.jit
-def _write_rows(x, t, b, h, start, offs, left, rows, ACCUMULATE: tl.constexpr):
-    """t[b, h, start + offs] = rows, or += rows; they are this program's alone."""
-    offsets, in_d = row_offsets(x, t, start + offs)
-    ptrs = head_ptr(x, t, b, h) + offsets
-    keep = (offs < left)[:, None] & in_d
-    if ACCUMULATE:
-        rows += tl.load(ptrs, mask=keep, other=0.0)
-    tl.store(ptrs, rows, mask=keep)
 
 
 @triton.jit
@@ -132,13 +121,13 @@ def _key_program(
             x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, x.M - row, col, left,
             REST, BLOCK_N, True,
         )  # fmt: skip
-    _write_rows(x, dk_out, b, h, key, offs_n, left, dk * x.scale, ACCUMULATE)
-    _write_rows(x, dv_out, b, h, key, offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
+    write_rows(x, dk_out, b, h, key, offs_n, left, dk * x.scale, ACCUMULATE)
+    write_rows(x, dv_out, b, h, key, offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
 
 
 @triton.jit
 def _query_tile(
-    x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, offs_m, in_rows, key, col, left,
+    x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, row, offs_m, in_rows, key, col, left,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the share of the keys at key.., in columns col.., to dq; write db, or add to the projection's sums
@@ -147,7 +136,7 @@ def _query_tile(
     in_cols = offs_n < left
     k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
     v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
-    s = scores(x, dot(x, q, tl.trans(k)), b, h, 0, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+    s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
     p = exp(x, s, lse)
     dp = dot(x, do, tl.trans(v))
     if x.THRESHOLD > 0:
@@ -156,8 +145,8 @@ def _query_tile(
     inside = in_rows[:, None] & in_cols[None, :] if MASKED else in_rows[:, None]
     if d_learned is not None and x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = d_learned.strides
-        offsets = offs_m.to(tl.int64)[:, None] * stride_m + offs_n.to(tl.int64)[None, :] * stride_n
-        ptrs = (d_learned.ptr + b * stride_b + h * stride_h + col * stride_n) + offsets
+        offsets = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+        ptrs = (d_learned.ptr + b * stride_b + h * stride_h + row * stride_m + col * stride_n) + offsets
         db = ds
         if SHARED:  # by the heads of this program, one after another
             db += tl.load(ptrs, mask=inside, other=0.0)
@@ -165,7 +154,7 @@ def _query_tile(
     elif d_learned is not None and x.FORM == "projected":
         offs_c = tl.arange(0, BLOCK_C)[None, :]
         for c in tl.static_range(x.NUM_CHANNELS):
-            channel = channel_tile(x, c, b, 0, offs_m, col, offs_n, inside, MASKED)
+            channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
             sums += tl.where(offs_c == c, tl.sum(ds * channel, axis=1, keep_dims=True), 0.0)
     return add_dot(dq, ds, k), sums
 
@@ -177,16 +166,16 @@ def _query_program(
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of one head, over all keys, and their share of a dense or projected bias's gradient."""
-    start_m = tile * BLOCK_M
-    rows = start_m + tl.arange(0, BLOCK_M)
-    in_rows = rows < x.M
-    offs_m = tl.minimum(rows, x.M - 1)  # rows beyond M repeat the last one, with p = 0
-    q = load_rows(x, x.q, head_ptr(x, x.q, b, h), 0, offs_m, x.M, False)
-    do = load_rows(x, d_out, head_ptr(x, d_out, b, h), 0, offs_m, x.M, False)
-    stat = (b * x.H + h) * x.M + rows
+    row = tile * BLOCK_M
+    offs = tl.arange(0, BLOCK_M)
+    in_rows = offs < x.M - row
+    offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)  # rows beyond M repeat the last one, with p = 0
+    q = load_rows(x, x.q, head_ptr(x, x.q, b, h), row, offs_m, x.M, False)
+    do = load_rows(x, d_out, head_ptr(x, d_out, b, h), row, offs_m, x.M, False)
+    stat = (b * x.H + h) * x.M + row + offs
     lse = _load_lse(x, lse_ptr, stat, in_rows)
     delta = tl.load(delta_ptr + stat, mask=in_rows, other=0.0)[:, None]
-    keys = row_keys(x, b, h, offs_m)
+    keys = row_keys(x, b, h, row + offs_m)
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
     dq = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
@@ -196,15 +185,15 @@ def _query_program(
         whole = length // BLOCK_N * BLOCK_N
         for start in loop(0, whole, BLOCK_N):
             dq, sums = _query_tile(
-                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, offs_m, in_rows,
+                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, row, offs_m, in_rows,
                 key_start + start, column_start + start, BLOCK_N, BLOCK_N, BLOCK_C, SHARED, False,
             )  # fmt: skip
         for start in loop(whole, length, REST):
             dq, sums = _query_tile(
-                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, offs_m, in_rows,
+                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, row, offs_m, in_rows,
                 key_start + start, column_start + start, length - start, REST, BLOCK_C, SHARED, True,
             )  # fmt: skip
-    _write_rows(x, dq_out, b, h, start_m, tl.arange(0, BLOCK_M), x.M - start_m, dq * x.scale, ACCUMULATE)
+    write_rows(x, dq_out, b, h, row, offs, x.M - row, dq * x.scale, ACCUMULATE)
     if d_learned is not None and x.FORM == "projected":  # partial sums [B, H, num_tiles, C]
         offs_c = tl.arange(0, BLOCK_C)
         ptrs = d_learned.ptr + ((b * x.H + h) * num_tiles + tile) * x.NUM_CHANNELS + offs_c
@@ -229,16 +218,19 @@ def step_bwd(
         h = pid % x.H
         tile = pid // x.H % num_key_tiles
         b = pid // x.H // num_key_tiles
+        key = tile * 0
+        col = tile * 0
+        left = 0
         for i in loop(0, x.num_segments, 1):  # find the segment that holds this tile
             key_start, column_start, length = segment(x, i)
-            segment_tiles = tl.cdiv(length, KEY_N)
-            if (tile >= 0) & (tile < segment_tiles):
-                start = tile * KEY_N
-                _key_program(
-                    x, d_out, lse_ptr, delta_ptr, dk, dv, b, h, key_start + start, column_start + start,
-                    tl.minimum(length - start, KEY_N), KEY_M, KEY_N, ACCUMULATE,
-                )  # fmt: skip
-            tile -= segment_tiles
+            start = tile * KEY_N
+            here = (start >= 0) & (start < length)
+            key = tl.where(here, key_start + start, key)
+            col = tl.where(here, column_start + start, col)
+            left = tl.where(here, tl.minimum(length - start, KEY_N), left).to(tl.int32)
+            tile -= tl.cdiv(length, KEY_N)
+        col = tl.multiple_of(col, x.COLUMN_ALIGNMENT)
+        _key_program(x, d_out, lse_ptr, delta_ptr, dk, dv, b, h, key, col, left, KEY_M, KEY_N, ACCUMULATE)
     elif pid < num_key_programs + num_query_programs:
         pid -= num_key_programs
         planes_h = x.H // group_h

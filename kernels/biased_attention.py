@@ -35,6 +35,12 @@ def _row_alignment(q: Tensor, *others: Tensor) -> int:
     return math.gcd(16 // q.element_size(), *strides)
 
 
+def _offsets_dtype(*tensors: Tensor | None) -> tl.dtype:
+    """What holds a stride times the edge of a tile, or the number of heads."""
+    strides = [stride for x in tensors if x is not None for stride in x.stride()[1:]]
+    return tl.int32 if max(strides) < 1 << 23 else tl.int64
+
+
 def _paired(values: Tensor, segments: tuple[tuple[int, int, int], ...]) -> bool:
     """bf16 values whose every tile begins at a 32-bit word."""
     *strides, stride_n = values.stride()
@@ -73,6 +79,7 @@ def _arguments(
         "KEEP_SCALE": 1.0 / (1.0 - dropout_p) if dropout else 1.0,
         "FOLD": q.element_size() == 2,
         "ALIGNMENT": _row_alignment(q, k, v, *rows),
+        "OFFSETS": _offsets_dtype(q, k, v, data, values, *rows),
         "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
         "ACC_DTYPE": tl.float64 if q.dtype == torch.float64 else tl.float32,
         "D": D,

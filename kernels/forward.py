@@ -25,15 +25,15 @@ from megagraph.kernels.tile import (
     load_rows,
     loop,
     row_keys,
-    row_offsets,
     scores,
     segment,
+    write_rows,
 )
 
 
 @triton.jit
 def _fwd_tile(
-    x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, offs_m, in_rows, key, col, left,
+    x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows, key, col, left,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys at key.., in columns col.., into the state.
@@ -45,7 +45,7 @@ def _fwd_tile(
     in_cols = offs_n < left
     k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
     v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
-    s = scores(x, dot(x, q, tl.trans(k)), b, h, 0, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+    s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
 
     s_max = tl.max(s, axis=1, keep_dims=True)
     m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
@@ -73,15 +73,16 @@ def step_fwd(
     h = pid % x.H
     tile = pid // x.H
     b = tile // num_tiles
-    rows = tile % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = rows < x.M
-    offs_m = tl.minimum(rows, x.M - 1)  # rows beyond M repeat the last one, and are not stored
-    state = (b * x.H + h) * x.M + rows[:, None]
+    row = tile % num_tiles * BLOCK_M
+    offs = tl.arange(0, BLOCK_M)
+    in_rows = offs < x.M - row
+    offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)  # rows beyond M repeat the last one, and are not stored
+    state = (b * x.H + h) * x.M + row + offs[:, None]
     in_state = in_rows[:, None]
     offs_d = tl.arange(0, x.BLOCK_D)[None, :]
     in_acc = in_state & (offs_d < x.D)
 
-    q = load_rows(x, x.q, head_ptr(x, x.q, b, h), 0, offs_m, x.M, False)
+    q = load_rows(x, x.q, head_ptr(x, x.q, b, h), row, offs_m, x.M, False)
     if FIRST:
         m = tl.full([BLOCK_M, 1], -float("inf"), x.ACC_DTYPE)
         l = tl.zeros([BLOCK_M, 1], x.ACC_DTYPE)
@@ -95,18 +96,18 @@ def step_fwd(
 
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
-    keys = row_keys(x, b, h, offs_m)
+    keys = row_keys(x, b, h, row + offs_m)
     for i in loop(0, x.num_segments, 1):
         key_start, column_start, length = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
         for start in loop(0, whole, BLOCK_N):
             m, l, acc = _fwd_tile(
-                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, offs_m, in_rows,
+                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows,
                 key_start + start, column_start + start, BLOCK_N, BLOCK_N, False,
             )  # fmt: skip
         for start in loop(whole, length, REST):
             m, l, acc = _fwd_tile(
-                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, offs_m, in_rows,
+                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows,
                 key_start + start, column_start + start, length - start, REST, True,
             )  # fmt: skip
 
@@ -114,8 +115,7 @@ def step_fwd(
         l_safe = tl.where(l == 0.0, 1.0, l)  # a row that met no valid key: out = 0, lse = m = -inf
         lse = (m + tl.log2(l_safe)) * LN2 if x.FOLD else m + tl.log2(l_safe) * LN2
         tl.store(lse_ptr + state, lse, mask=in_state)
-        offsets, in_d = row_offsets(x, out, rows)
-        tl.store(head_ptr(x, out, b, h) + offsets, acc * (x.KEEP_SCALE / l_safe), mask=in_state & in_d)
+        write_rows(x, out, b, h, row, offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
     else:
         if x.FOLD:
             m *= LN2

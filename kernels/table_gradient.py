@@ -34,7 +34,7 @@ def _load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
     stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
     stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
     stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
-    offsets = heads.to(tl.int64)[:, None, None] * stride_h + offs.to(tl.int64)[None, :, None] * stride_row
+    offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
     mask = offs_d < x.D
     if MASKED:
         mask = mask & (offs < left)[None, :, None]
@@ -47,7 +47,7 @@ def _load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
 
 @triton.jit
 def _table_tile(
-    x, sums, q, do, lse, delta, keys, b, heads, offs_m, in_rows, key, col, left,
+    x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key, col, left,
     BLOCK_N: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """sums[w, r, h] += ds of the pairs in bucket r. Every warp w sums pairs of its own, so that none does the work of
@@ -55,7 +55,7 @@ def _table_tile(
     offs_n = tl.arange(0, BLOCK_N)
     in_cols = offs_n < left
     inside = in_rows[:, None] & in_cols[None, :]
-    bucket = bucket_tile(x, b, 0, offs_m, col, offs_n, inside, MASKED)
+    bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
     k = _load_heads(x, x.k, b, heads, key, offs_n, left, MASKED)
     v = _load_heads(x, x.v, b, heads, key, offs_n, left, MASKED)
     s = dot(x, q, tl.permute(k, (0, 2, 1))) * x.scale
@@ -88,34 +88,35 @@ def table_program(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """d_table [B, groups, num_tiles, BLOCK_R, GROUP]: the share of BLOCK_M queries and GROUP heads, over all keys."""
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = rows < x.M
-    offs_m = tl.minimum(rows, x.M - 1)
+    row = tile * BLOCK_M
+    offs = tl.arange(0, BLOCK_M)
+    in_rows = offs < x.M - row
+    offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)
     offs_h = group * GROUP + tl.arange(0, GROUP)
     heads = tl.minimum(offs_h, x.H - 1)  # heads beyond H repeat the last one, with p = 0
-    q = _load_heads(x, x.q, b, heads, 0, offs_m, x.M, False)
-    do = _load_heads(x, d_out, b, heads, 0, offs_m, x.M, False)
-    stat = (b * x.H + heads)[:, None] * x.M + offs_m[None, :]
+    q = _load_heads(x, x.q, b, heads, row, offs_m, x.M, False)
+    do = _load_heads(x, d_out, b, heads, row, offs_m, x.M, False)
+    stat = (b * x.H + heads)[:, None] * x.M + row + offs_m[None, :]
     exists = (offs_h < x.H)[:, None] & in_rows[None, :]
     lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))[:, :, None]
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     if x.FOLD:
         lse *= LOG2E
     delta = tl.load(delta_ptr + stat, mask=exists, other=0.0)[:, :, None]
-    keys = row_keys(x, b, heads[:, None], offs_m[None, :])
+    keys = row_keys(x, b, heads[:, None], (row + offs_m)[None, :])
     sums = tl.zeros([WARPS, BLOCK_R, GROUP], x.ACC_DTYPE)
     for i in loop(0, x.num_segments, 1):
         key_start, column_start, length = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
         for start in loop(0, whole, BLOCK_N):
             sums = _table_tile(
-                x, sums, q, do, lse, delta, keys, b, heads, offs_m, in_rows, key_start + start, column_start + start,
-                BLOCK_N, BLOCK_N, WARPS, False,
+                x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key_start + start,
+                column_start + start, BLOCK_N, BLOCK_N, WARPS, False,
             )  # fmt: skip
         for start in loop(whole, length, REST):
             sums = _table_tile(
-                x, sums, q, do, lse, delta, keys, b, heads, offs_m, in_rows, key_start + start, column_start + start,
-                length - start, REST, WARPS, True,
+                x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key_start + start,
+                column_start + start, length - start, REST, WARPS, True,
             )  # fmt: skip
     offs_r = tl.arange(0, BLOCK_R)[:, None]
     ptrs = d_table.ptr + (((b * tl.cdiv(x.H, GROUP) + group) * num_tiles + tile) * BLOCK_R + offs_r) * GROUP

@@ -66,6 +66,7 @@ class Operands(NamedTuple):
     KEEP_SCALE: float  # 1 / (1 - dropout_p)
     FOLD: bool  # see exp
     ALIGNMENT: int  # elements; divides all strides of q, k, v and what has their rows, but the last
+    OFFSETS: tl.dtype  # of offsets within a tile, 64 bits where a stride needs it; starts of tiles have 64 bits
     COLUMN_ALIGNMENT: int  # divides the column where a segment starts
     ACC_DTYPE: tl.dtype  # of scores and sums
     D: int
@@ -83,7 +84,7 @@ def row_offsets(x, t, rows):
     """Offsets [BLOCK, BLOCK_D] of ``rows`` within one head of t, and which columns exist."""
     offs_d = tl.arange(0, x.BLOCK_D)[None, :]
     stride = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
-    return rows.to(tl.int64)[:, None] * stride + offs_d * t.strides[3], offs_d < x.D
+    return rows.to(x.OFFSETS)[:, None] * stride + offs_d * t.strides[3], offs_d < x.D
 
 
 @triton.jit
@@ -101,6 +102,17 @@ def load_rows(x, t, ptr, start, offs, left, MASKED: tl.constexpr):
     if INTERPRET and rows.dtype == tl.bfloat16:  # the interpreter multiplies bf16 bit patterns
         rows = rows.to(tl.float32)
     return rows
+
+
+@triton.jit
+def write_rows(x, t, b, h, start, offs, left, rows, ACCUMULATE: tl.constexpr):
+    """t[b, h, start + offs] = rows, or += rows; they are this program's alone."""
+    offsets, in_d = row_offsets(x, t, offs)
+    ptrs = (head_ptr(x, t, b, h) + start * (t.strides[2] // x.ALIGNMENT * x.ALIGNMENT)) + offsets
+    keep = (offs < left)[:, None] & in_d
+    if ACCUMULATE:
+        rows += tl.load(ptrs, mask=keep, other=0.0)
+    tl.store(ptrs, rows, mask=keep)
 
 
 @triton.jit
@@ -160,9 +172,9 @@ def dropped(x, keys, cols):
 
 
 @triton.jit
-def _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+def _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
     """Plane [row + offs_m, col + offs_n]; 0 outside, which asynchronous copies can write."""
-    offsets = offs_m.to(tl.int64)[:, None] * stride_m + offs_n.to(tl.int64)[None, :] * stride_n
+    offsets = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
     ptrs = (ptr + row * stride_m + col * stride_n) + offsets
     if MASKED:
         return tl.load(ptrs, mask=inside, other=0)
@@ -170,13 +182,13 @@ def _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKE
 
 
 @triton.jit
-def _load_pairs(ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
+def _load_pairs(x, ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
     """bf16 plane [row + offs_m, col + arange(BLOCK_N)] as fp32, read as 32-bit pairs.
 
     A bf16 is the upper half of an fp32: a shift and a mask unpack a pair, where the compiler takes three instructions.
     """
     ptr = ptr.to(tl.pointer_type(tl.int32))
-    offsets = offs_m.to(tl.int64)[:, None] * (stride_m // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+    offsets = offs_m.to(x.OFFSETS)[:, None] * (stride_m // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
     pair = tl.load((ptr + row * (stride_m // 2) + col // 2) + offsets)
     low = (pair << 16).to(tl.float32, bitcast=True)
     high = (pair & -65536).to(tl.float32, bitcast=True)
@@ -187,15 +199,15 @@ def _load_pairs(ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
 def _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
     """A plane of values in the dtype of the scores."""
     if x.PAIRED and not MASKED:
-        return _load_pairs(ptr, stride_m, row, offs_m, col, offs_n.shape[0])
-    return _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED).to(x.ACC_DTYPE)
+        return _load_pairs(x, ptr, stride_m, row, offs_m, col, offs_n.shape[0])
+    return _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED).to(x.ACC_DTYPE)
 
 
 @triton.jit
 def bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
     """uint8 bucket of each pair."""
     stride_b, stride_m, stride_n = x.data.strides
-    return _load_plane(x.data.ptr + b * stride_b, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+    return _load_plane(x, x.data.ptr + b * stride_b, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
 
 
 @triton.jit
@@ -226,7 +238,7 @@ def scores(x, qk, b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.c
         if x.bias_mask is not None:
             stride_b, stride_m, stride_n = x.bias_mask.strides
             ptr = x.bias_mask.ptr + b * stride_b
-            masked = _load_plane(ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+            masked = _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
             s = tl.where(masked == 0, s, -float("inf"))
     if x.padding is not None:
         stride_b, stride_n = x.padding.strides
