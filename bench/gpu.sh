@@ -1,12 +1,33 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, from the repository root:
-#   bench/gpu.sh --check     values and gradients of every kernel against fp64, bf16 included
-#   bench/gpu.sh DATA        the same, then training on the raw data sets in DATA; rows land in bench/results/
+# On a machine with one GPU, PyTorch, Triton, pytest and pytest-benchmark. OUT is a folder for rows, plots and logs.
+#   bench/gpu.sh --check OUT    values and gradients of every kernel against fp64, and the same bits in 100 runs
+#   bench/gpu.sh OUT            times beside floors and peers; a short table last
+# Each takes at most 9 minutes. Wheels of what is missing may lie in bench/wheels/; where there is no git,
+# MEGAGRAPH_COMMIT names the commit.
 set -euo pipefail
+check=
+if [ "${1:-}" = --check ]; then check=1; shift; fi
+mkdir -p "${1:?pass a folder for the rows}"
+out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+if compgen -G 'bench/wheels/*.whl' > /dev/null; then
+    site=$(mktemp -d)
+    python3 -m pip install -q --no-index --no-deps --target "$site" bench/wheels/*.whl
+    PYTHONPATH+=:$site
+fi
 python3 -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'
-python3 -m pytest -q tests/attention tests/kernels
-if [ "${1:-}" = --check ]; then exit; fi
-for dataset in citeseer computers; do
-    python3 -m bench.paper.accuracy --dataset "$dataset" --root "${1:?pass the folder of raw data sets}" --dtype bf16
-done
+
+if [ "$check" ]; then
+    # kernels compile in as many processes; what needs processes of its own is not a matter of kernels
+    timeout 530 python3 -m pytest -q -n "$(nproc)" --benchmark-disable -k "not processes and not mesh and not gathered" \
+        bench/test_values.py tests/attention tests/kernels 2>&1 | tee "$out/check.log"
+    exit
+fi
+timeout 200 python3 -m bench.warm 2>&1 | tee "$out/warm.log" || true  # what is not compiled yet is compiled later
+status=0
+timeout 320 python3 -m pytest -q --benchmark-quiet --benchmark-json "$out/pytest-benchmark.json" \
+    --rows "$out" --budget 270 bench/test_ring.py bench/test_attention.py > "$out/bench.log" 2>&1 || status=$?
+tail -n 3 "$out/bench.log"
+python3 -m bench.tables "$out"
+exit $status

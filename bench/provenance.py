@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from datetime import datetime, timezone
@@ -17,7 +18,7 @@ _CODE = (":/", ":(top,exclude)bench/results")  # rows of an earlier run do not c
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions and commit of this run."""
+    """Device, versions and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
     import triton
 
     if torch.cuda.is_available():
@@ -30,8 +31,7 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "numpy": numpy.__version__,
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("-dirty" if _git("status", "--porcelain", "--", *_CODE) else ""),
+        "commit": os.environ.get("MEGAGRAPH_COMMIT") or _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
 
@@ -49,6 +49,10 @@ def write_rows(name: str, rows: list[dict[str, Any]]) -> Path:
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _commit() -> str:
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "--", *_CODE) else "")
 
 
 def _git(*arguments: str) -> str:

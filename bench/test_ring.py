@@ -1,0 +1,112 @@
+"""A rank's ring steps beside one call on its rows and all columns: what cutting the keys into P blocks costs.
+
+    pytest bench/test_ring.py --rows FOLDER
+
+All P ranks take their steps in one process, without communication; a row is the time of one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import megagraph as mg
+from bench.measure import problem, times
+from bench.shapes import DEVICE, FORMS, Case, Inputs, aligned_rows, make_bias, square
+from megagraph.attention.operator import choose_impl, make_step
+from megagraph.attention.ring import Loopback, _RingAttention, loopback_attention
+
+pytestmark = pytest.mark.timeout(120)
+
+WORLD_SIZE = 4
+# (N', N_s, D)
+_SIZES = {
+    "cuda": [(8192, 0, 8), (8192, 0, 64), (8001, 17, 8), (8001, 17, 64)],
+    "cpu": [(512, 0, 8), (501, 17, 64)],
+}
+HEADS = 8
+
+
+def pytest_generate_tests(metafunc):
+    smoke = metafunc.config.getoption("--smoke")
+    sizes = [(29, 3, 8)] if smoke else _SIZES[DEVICE]
+    chosen = [(square(1, HEADS, nodes + supers, D, form), supers) for nodes, supers, D in sizes for form in FORMS]
+    names = [f"{case}-Ns{supers}" for case, supers in chosen]
+    metafunc.parametrize(("case", "num_super"), chosen, ids=names)
+    metafunc.parametrize("direction", ["forward", "forward_backward"])
+    metafunc.parametrize("contender", ["ring_steps", "one_call"])
+
+
+def test_ring(case, num_super, direction, contender, pedantic, record, request):
+    inputs = problem(case).sets[0]
+    problem(case).check(_loopback(case, inputs, num_super))
+    launch = (_ring_steps if contender == "ring_steps" else _one_call)(case, inputs, num_super, direction)
+    row = {"series": "ring", "contender": contender, **case.fields(), "direction": direction, "unit": "s"}
+    row |= {"M": -(-(case.N - num_super) // WORLD_SIZE) + num_super, "P": WORLD_SIZE, "num_super": num_super}
+    row |= times([launch], pedantic, calls=WORLD_SIZE)
+    record(row)
+    request.getfixturevalue("benchmark").extra_info.update(row)
+
+
+def _loopback(case: Case, inputs: Inputs, num_super: int) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs.leaves]
+    bias = make_bias(case.form, inputs.data, tuple(leaves[3:]))
+    out, _ = loopback_attention(*leaves[:3], bias, num_super=num_super, world_size=WORLD_SIZE)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.d_out)]
+
+
+def _layouts(case: Case, num_super: int) -> list[mg.NodeLayout]:
+    return [mg.NodeLayout(case.N - num_super, num_super, rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
+
+
+def _rank_rows(inputs: Inputs, layout: mg.NodeLayout, form: str) -> Inputs:
+    """The rows of one rank, laid out as its loader would: copied before any time is taken."""
+    q, k, v, d_out = (layout.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.d_out))
+    bias = make_bias(form, inputs.data, inputs.learned).rows(layout.local_to_global.clamp(min=0).to(DEVICE))
+    data = None if bias.data is None else aligned_rows(bias.data)
+    learned = aligned_rows(bias.learned) if form == "dense" else bias.learned
+    return Inputs(q, k, v, d_out, data, (learned,))
+
+
+def _ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
+    layouts = _layouts(case, num_super)
+    parts = [_rank_rows(inputs, layout, case.form) for layout in layouts]
+    leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
+    steps = [make_step(part.q, make_bias(case.form, part.data, part.learned), None, None, 0.0, None) for part in parts]
+    impl = choose_impl(None, inputs.q, ring=True)
+
+    def forward():
+        return _RingAttention.apply(Loopback(), impl, layouts, steps, *leaves)
+
+    return _launch(forward, leaves, [part.d_out for part in parts], direction)
+
+
+def _one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
+    """The same rows, a rank at a time, each in one call with the keys of all nodes."""
+    parts = [
+        replace(_rank_rows(inputs, layout, case.form), k=inputs.k, v=inputs.v) for layout in _layouts(case, num_super)
+    ]
+    leaves = [[x.detach().requires_grad_() for x in part.leaves] for part in parts]
+
+    def forward():
+        results = []
+        for part, (q, k, v, learned) in zip(parts, leaves, strict=True):
+            bias = make_bias(case.form, part.data, (learned,))
+            results += mg.biased_attention(q, k, v, bias, return_lse=True)
+        return results
+
+    return _launch(forward, [x for of_rank in leaves for x in of_rank], [part.d_out for part in parts], direction)
+
+
+def _launch(forward, leaves: list[Tensor], d_outs: list[Tensor], direction: str) -> Callable[[], object]:
+    """``forward`` gives out and lse in turn."""
+
+    def forward_only():
+        with torch.no_grad():
+            return forward()
+
+    return forward_only if direction == "forward" else lambda: torch.autograd.grad(forward()[0::2], leaves, d_outs)
