@@ -15,7 +15,7 @@ import torch
 
 from bench.provenance import provenance
 
-_PEDANTIC_SECONDS = 3.0
+_PEDANTIC_SECONDS = 0.1 if torch.cuda.is_available() else 3.0  # a GPU's figures come from its events
 _started = time.monotonic()
 
 

@@ -26,8 +26,9 @@ if [ "$check" ]; then
 fi
 timeout 200 python3 -m bench.warm 2>&1 | tee "$out/warm.log" || true  # what is not compiled yet is compiled later
 status=0
-timeout 320 python3 -m pytest -q --benchmark-quiet --benchmark-json "$out/pytest-benchmark.json" \
-    --rows "$out" --budget 270 bench/test_ring.py bench/test_attention.py > "$out/bench.log" 2>&1 || status=$?
+left=$((520 - SECONDS))
+timeout "$left" python3 -m pytest -q --benchmark-quiet --benchmark-json "$out/pytest-benchmark.json" \
+    --rows "$out" --budget $((left - 30)) bench/test_ring.py bench/test_attention.py > "$out/bench.log" 2>&1 || status=$?
 tail -n 3 "$out/bench.log"
 python3 -m bench.tables "$out"
 exit $status

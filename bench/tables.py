@@ -26,18 +26,16 @@ def load(folder: Path) -> list[Row]:
 
 
 def _backward(rows: list[Row]) -> list[Row]:
-    """Backward alone: forward + backward less forward."""
+    """Backward alone, forward + backward less forward, where there is a floor to compare it with."""
     both, forward = (
         {(_case(row), row["contender"]): row for row in _timed(rows, direction=direction)}
         for direction in ("forward_backward", "forward")
     )
     result = []
     for key, row in both.items():
-        if key in forward:
-            difference = {"direction": "backward", "median": row["median"] - forward[key]["median"]}
-            if row.get("floor") is not None:
-                difference["floor"] = row["floor"] - forward[key]["floor"]
-            result.append(row | difference)
+        if key in forward and row.get("floor") is not None:
+            less = {name: row[name] - forward[key][name] for name in ("median", "floor")}
+            result.append(row | less | {"direction": "backward"})
     return result
 
 

@@ -5,35 +5,40 @@ pytest bench/test_attention.py --rows FOLDER
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from itertools import product
 
 import pytest
 
 from bench.measure import measure
 from bench.peers import CONTENDERS
-from bench.shapes import DEVICE, cases
+from bench.shapes import DEVICE, Case, cases
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]  # peers warn as they like
 
-# elsewhere a sweep takes too long with all of them
-SWEPT = ("eager", "eager_compiled", "sdpa_efficient", "flex_attention", "flash_bias", "jax_cudnn")
 ON_CPU = ("eager", "sdpa_math", "sdpa_flash")
+SWEPT = ("eager", "sdpa_efficient", "flex_attention", "flash_bias", "jax_cudnn")
 
 
-def measurements(smoke: bool):
+def measurements(smoke: bool) -> Iterator[tuple[str, Case, str, str]]:
     """(series, case, direction, contender), all of a case together."""
     for series, case in cases(smoke):
         for name, direction in product(CONTENDERS, ("forward", "forward_backward")):
-            peer = not CONTENDERS[name].ours
-            if peer and smoke and CONTENDERS[name].compiles and (series, case.form) != ("shapes", "bucket"):
-                continue  # seconds each
-            if peer and not smoke and DEVICE == "cpu" and name not in ON_CPU:
+            if direction == "forward" and series not in ("shapes", "N"):
                 continue
-            if series != "shapes" and peer and name not in SWEPT + ON_CPU * (DEVICE == "cpu"):
-                continue
-            if series in ("D", "H", "form") and direction == "forward":
-                continue
-            yield series, case, direction, name
+            if CONTENDERS[name].ours or name in _peers(series, case, smoke):
+                yield series, case, direction, name
+
+
+def _peers(series: str, case: Case, smoke: bool) -> Collection[str]:
+    """All of them at the five shapes on a GPU; elsewhere that would take too long."""
+    if smoke and (series, case.form) != ("shapes", "bucket"):
+        return [name for name in CONTENDERS if not CONTENDERS[name].compiles]
+    if DEVICE == "cpu" and not smoke:
+        return ON_CPU
+    if series == "shapes" or case.form == "none":
+        return CONTENDERS
+    return (*SWEPT, "eager_compiled") if series == "N" else SWEPT
 
 
 def pytest_generate_tests(metafunc):

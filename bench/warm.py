@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-WORKERS = 12  # each holds the inputs of one case on the GPU
+WORKERS = 16  # each has one case on the GPU, up to 8 GB
 
 
 def launch_once(case, direction: str, contender: str) -> str | None:
