@@ -57,5 +57,8 @@ def _commit() -> str:
 
 def _git(*arguments: str) -> str:
     here = Path(__file__).parent
-    done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""  # a machine without git
     return done.stdout.strip()
