@@ -75,16 +75,17 @@ def measure(name: str, case: Case, direction: str, pedantic: Pedantic) -> dict[s
     row = {"contender": name, **case.fields(), "direction": direction, "unit": "s", "refusal": None}
     least = floor(case, direction, device_rates())
     row |= {"floor": least and least.seconds, "floor_unit": least and least.unit}
+    given = problem(case)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            launches = contender.prepare(case, direction, problem(case).sets)
-            problem(case).check(contender.read(launches[0]()), 1.0 if contender.ours else _PEER_SLACK)
+            launches = contender.prepare(case, direction, given.sets)
+            given.check(contender.read(launches[0]()), 1.0 if contender.ours else _PEER_SLACK)
     except Exception as error:
         if contender.ours and not isinstance(error, NotImplementedError | WrongValues):
             raise
         return row | {"refusal": _reason(error, [str(warning.message) for warning in caught])}
-    row |= memory(contender, launches[0], problem(case).sets[0])
+    row |= memory(contender, launches[0], given.sets[0])
     return row | times(launches, pedantic, blocking=contender.blocking)
 
 

@@ -31,10 +31,14 @@ _SIZES = {
 HEADS = 8
 
 
-def pytest_generate_tests(metafunc):
-    smoke = metafunc.config.getoption("--smoke")
+def ring_cases(smoke: bool) -> list[tuple[Case, int]]:
+    """(all rows and columns, N_s)."""
     sizes = [(29, 3, 8)] if smoke else _SIZES[DEVICE]
-    chosen = [(square(1, HEADS, nodes + supers, D, form), supers) for nodes, supers, D in sizes for form in FORMS]
+    return [(square(1, HEADS, nodes + supers, D, form), supers) for nodes, supers, D in sizes for form in FORMS]
+
+
+def pytest_generate_tests(metafunc):
+    chosen = ring_cases(metafunc.config.getoption("--smoke"))
     names = [f"{case}-Ns{supers}" for case, supers in chosen]
     metafunc.parametrize(("case", "num_super"), chosen, ids=names)
     metafunc.parametrize("direction", ["forward", "forward_backward"])
@@ -43,8 +47,8 @@ def pytest_generate_tests(metafunc):
 
 def test_ring(case, num_super, direction, contender, pedantic, record, request):
     inputs = problem(case).sets[0]
-    problem(case).check(_loopback(case, inputs, num_super))
-    launch = (_ring_steps if contender == "ring_steps" else _one_call)(case, inputs, num_super, direction)
+    problem(case).check(loopback(case, inputs, num_super))
+    launch = (ring_steps if contender == "ring_steps" else one_call)(case, inputs, num_super, direction)
     row = {"series": "ring", "contender": contender, **case.fields(), "direction": direction, "unit": "s"}
     row |= {"M": -(-(case.N - num_super) // WORLD_SIZE) + num_super, "P": WORLD_SIZE, "num_super": num_super}
     row |= times([launch], pedantic, calls=WORLD_SIZE)
@@ -52,7 +56,7 @@ def test_ring(case, num_super, direction, contender, pedantic, record, request):
     request.getfixturevalue("benchmark").extra_info.update(row)
 
 
-def _loopback(case: Case, inputs: Inputs, num_super: int) -> list[Tensor]:
+def loopback(case: Case, inputs: Inputs, num_super: int) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs.leaves]
     bias = make_bias(case.form, inputs.data, tuple(leaves[3:]))
     out, _ = loopback_attention(*leaves[:3], bias, num_super=num_super, world_size=WORLD_SIZE)
@@ -72,7 +76,7 @@ def _rank_rows(inputs: Inputs, layout: mg.NodeLayout, form: str) -> Inputs:
     return Inputs(q, k, v, d_out, data, (learned,))
 
 
-def _ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
+def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
     layouts = _layouts(case, num_super)
     parts = [_rank_rows(inputs, layout, case.form) for layout in layouts]
     leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
@@ -85,7 +89,7 @@ def _ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> C
     return _launch(forward, leaves, [part.d_out for part in parts], direction)
 
 
-def _one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
+def one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
     """The same rows, a rank at a time, each in one call with the keys of all nodes."""
     parts = [
         replace(_rank_rows(inputs, layout, case.form), k=inputs.k, v=inputs.v) for layout in _layouts(case, num_super)

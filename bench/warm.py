@@ -1,47 +1,57 @@
-"""Compile everything the attention bench will run, in parallel, into the caches on disk.
-
-python -m bench.warm
-"""
+"""Compile everything the benches will run, in parallel, into the caches on disk: python -m bench.warm"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import torch
+
+from bench.peers import CONTENDERS
+from bench.shapes import Case, make_inputs
+from bench.test_attention import measurements
+from bench.test_ring import loopback, one_call, ring_cases, ring_steps
 
 WORKERS = 16  # each has one case on the GPU, up to 8 GB
 
 
-def launch_once(case, direction: str, contender: str) -> str | None:
-    """What the bench will launch; an error is only noted, the bench reports it."""
-    from bench.peers import CONTENDERS
-    from bench.shapes import make_inputs
+def attention(case: Case, direction: str, contender: str) -> None:
+    CONTENDERS[contender].prepare(case, direction, [make_inputs(case)])[0]()
 
+
+def ring(case: Case, num_super: int) -> None:
+    inputs = make_inputs(case)
+    loopback(case, inputs, num_super)
+    for launch in (ring_steps, one_call):
+        launch(case, inputs, num_super, "forward_backward")()
+
+
+def attempt(task: Callable[[], None]) -> str | None:
+    """An error is only noted: the bench reports it."""
     try:
-        CONTENDERS[contender].prepare(case, direction, [make_inputs(case)])[0]()
+        task()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
     except Exception as error:
-        return f"{contender} {case} {direction}: {type(error).__name__}"
+        return f"{type(error).__name__}: {task}"
     return None
 
 
 def main() -> None:
-    from bench.peers import CONTENDERS
-    from bench.test_attention import measurements
-
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the processes are parallel enough
     began = time.monotonic()
-    todo = [
-        (case, direction, name) for _, case, direction, name in measurements(smoke=False) if CONTENDERS[name].compiles
-    ]
+    tasks = [partial(ring, *case) for case in ring_cases(smoke=False)]  # the longest first
+    for _, case, direction, contender in measurements(smoke=False):
+        if CONTENDERS[contender].compiles:
+            tasks.append(partial(attention, case, direction, contender))
     with ProcessPoolExecutor(WORKERS, mp_context=multiprocessing.get_context("spawn")) as pool:
-        errors = [error for error in pool.map(launch_once, *zip(*todo, strict=True)) if error]
-    print(*errors, f"{len(todo)} launches compiled in {time.monotonic() - began:.0f} s", sep="\n")
+        errors = [error for error in pool.map(attempt, tasks) if error]
+    print(*errors, f"{len(tasks)} cases in {time.monotonic() - began:.0f} s", sep="\n")
 
 
 if __name__ == "__main__":
