@@ -7,8 +7,11 @@ user would have to; with the dense form it is given the bias. What a peer cannot
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -50,9 +53,8 @@ def _launches(attend: Attend, direction: str, form: str, sets: list[Inputs]) -> 
         return [out.detach(), *torch.autograd.grad(out, leaves, inputs.d_out)]
 
     if direction == "forward":
-        return [lambda inputs=inputs: forward(inputs) for inputs in sets]
-    leaves = [[x.detach().requires_grad_() for x in inputs.leaves] for inputs in sets]
-    return [lambda pair=pair: forward_backward(*pair) for pair in zip(sets, leaves, strict=True)]
+        return [partial(forward, inputs) for inputs in sets]
+    return [partial(forward_backward, inputs, [x.detach().requires_grad_() for x in inputs.leaves]) for inputs in sets]
 
 
 def _torch(attend: Attend, **about: bool) -> Contender:
@@ -135,11 +137,19 @@ def flash_bias(form, q, k, v, data, *learned):
     return F.scaled_dot_product_attention(*_padded(8, wide_q, wide_k, wide_v), scale=scale)[..., : q.shape[-1]]
 
 
+_JAX_ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # leaves the memory to PyTorch
+    "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "jax_cache"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+
+
 def _jax(implementation: str) -> Contender:
     """jax.nn.dot_product_attention; head dims padded to 8, bias and gradients inside jit, layouts changed outside."""
 
     def prepare(case: Case, direction: str, sets: list[Inputs]) -> list[Launch]:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves the memory to PyTorch
+        for name, value in _JAX_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         import jax
         import jax.numpy as jnp
 
@@ -175,11 +185,13 @@ def _jax(implementation: str) -> Contender:
         def heads_last(x: Tensor):
             return array(x.transpose(1, 2))  # [B, N, H, D]
 
-        launches = []
+        def wait_for(*arguments):
+            return jax.block_until_ready(run(*arguments))
+
+        launches: list[Launch] = []
         for inputs in sets:
             leaves = [*map(heads_last, (inputs.q, inputs.k, inputs.v)), *map(array, inputs.learned)]
-            arguments = (leaves, array(inputs.data), heads_last(inputs.d_out))
-            launches.append(lambda arguments=arguments: jax.block_until_ready(run(*arguments)))
+            launches.append(partial(wait_for, leaves, array(inputs.data), heads_last(inputs.d_out)))
         if DEVICE == "cuda":
             torch.cuda.synchronize()  # jax has a stream of its own
         return launches
@@ -188,7 +200,7 @@ def _jax(implementation: str) -> Contender:
         tensors = [torch.from_dlpack(x) for x in arrays]
         return [x.transpose(1, 2) if i < 4 else x for i, x in enumerate(tensors)]
 
-    return Contender(prepare, read, blocking=True)
+    return Contender(prepare, read, compiles=True, blocking=True)
 
 
 def _our_impls() -> list[Impl]:
@@ -196,6 +208,7 @@ def _our_impls() -> list[Impl]:
     return [impl for impl in get_args(Impl) if impl != "reference" and impl.startswith("triton") == (DEVICE == "cuda")]
 
 
+_JAX = "cudnn" if DEVICE == "cuda" else "xla"
 CONTENDERS = {f"megagraph_{impl}": _torch(_megagraph(impl), ours=True, compiles=True) for impl in _our_impls()} | {
     "eager": _torch(eager),
     "eager_compiled": _compiled(eager),
@@ -205,6 +218,5 @@ CONTENDERS = {f"megagraph_{impl}": _torch(_megagraph(impl), ours=True, compiles=
     "sdpa_flash": _torch(_sdpa(SDPBackend.FLASH_ATTENTION)),
     "flex_attention": _compiled(flex),
     "flash_bias": _torch(flash_bias),
-    "jax_cudnn": _jax("cudnn"),
-    "jax_xla": _jax("xla"),
+    f"jax_{_JAX}": _jax(_JAX),
 }
