@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one GPU, PyTorch, Triton, pytest and pytest-benchmark. OUT is a folder for rows, plots and logs.
+# On a machine with one GPU, PyTorch, Triton, pytest with its xdist, timeout and
+# benchmark plugins. OUT is a folder for rows, plots and logs.
 #   bench/gpu.sh --check OUT    values and gradients of every kernel against fp64, and the same bits in 100 runs
 #   bench/gpu.sh OUT            times beside floors and peers; a short table last
 # Each takes at most 9 minutes. Wheels of what is missing may lie in bench/wheels/; where there is no git,
@@ -20,15 +21,17 @@ python3 -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here
 
 if [ "$check" ]; then
     # kernels compile in as many processes; what needs processes of its own is not a matter of kernels
-    timeout 530 python3 -m pytest -q -n "$(nproc)" --benchmark-disable -k "not processes and not mesh and not gathered" \
-        bench/test_values.py tests/attention tests/kernels 2>&1 | tee "$out/check.log"
+    timeout 530 python3 -m pytest -q -n "$(nproc)" --benchmark-disable --junitxml "$out/check.xml" \
+        -k "not processes and not mesh and not gathered" bench/test_values.py tests/attention tests/kernels \
+        2>&1 | tee "$out/check.log"
     exit
 fi
 timeout 200 python3 -m bench.warm 2>&1 | tee "$out/warm.log" || true  # what is not compiled yet is compiled later
 status=0
 left=$((520 - SECONDS))
-timeout "$left" python3 -m pytest -q --benchmark-quiet --benchmark-json "$out/pytest-benchmark.json" \
-    --rows "$out" --budget $((left - 30)) bench/test_ring.py bench/test_attention.py > "$out/bench.log" 2>&1 || status=$?
+timeout "$left" python3 -m pytest -q bench/test_ring.py bench/test_attention.py --rows "$out" \
+    --budget $((left - 30)) --benchmark-quiet --benchmark-json "$out/pytest-benchmark.json" \
+    > "$out/bench.log" 2>&1 || status=$?
 tail -n 3 "$out/bench.log"
 python3 -m bench.tables "$out"
 exit $status
