@@ -1,0 +1,65 @@
+"""Values of every variant of the kernels in the pairwise cover, at sizes that the interpreter can run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.problems import DEVICE, Problem, assert_matches, make_problem
+from tests.steps import run_steps
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+from megagraph.kernels.variants import Variant, cover
+
+M = 50
+
+
+def problem_of(variant: Variant) -> Problem:
+    # the interpreter's bf16 is wrong: it multiplies bit patterns
+    dtype = torch.float32 if DEVICE == "cpu" and variant.dtype == "bfloat16" else getattr(torch, variant.dtype)
+    N = 80 if variant.aligned else 79
+    planes = None
+    if variant.plane == "shared":
+        planes = (1, 1) if variant.form == "dense" else (1, 3)
+    problem = make_problem(
+        variant.form, M, N, variant.head_dim, H=3, dtype=dtype, masked=variant.padding, padded=variant.padding,
+        dropout_p=0.2 * variant.dropout, planes=planes,
+    )  # fmt: skip
+    if variant.rows_first:
+        for name in ("q", "k", "v", "d_out"):
+            rows = getattr(problem, name)
+            setattr(problem, name, rows.transpose(1, 2).contiguous().transpose(1, 2))
+    return problem
+
+
+def steps_of(variant: Variant, N: int):
+    """One step of two segments, or three steps of which the first has two."""
+    regular, columns = N - (16 if variant.aligned else 17), torch.arange(N, device=DEVICE)
+    if variant.step == "only":
+        return [(columns, [(0, 0, regular), (regular, regular, N - regular)])]
+    third = 16 if variant.aligned else 21
+    local = torch.cat([columns[:third], columns[regular:]])
+    return [
+        (local, [(0, 0, third), (third, regular, N - regular)]),
+        (columns[third : 2 * third], [(0, third, third)]),
+        (columns[2 * third : regular], [(0, 2 * third, regular - 2 * third)]),
+    ]
+
+
+@pytest.mark.parametrize("variant", cover(), ids=lambda variant: variant.name)
+def test_values(variant):
+    problem = problem_of(variant)
+    assert_matches(run_steps(problem, steps_of(variant, problem.k.shape[2])), problem)
+
+
+def test_cover_has_every_pair():
+    from itertools import combinations
+
+    from megagraph.kernels.variants import FACTORS
+
+    variants = cover()
+    assert len(variants) <= 120
+    for a, b in combinations(FACTORS, 2):
+        met = {(getattr(v, a), getattr(v, b)) for v in variants}
+        assert met == {(x, y) for x in FACTORS[a] for y in FACTORS[b]}, (a, b)
