@@ -29,7 +29,7 @@ from megagraph.kernels.variants import Variant, cover, defaults
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-B, H, N, CHANNELS, BUCKETS = 2, 8, 1024, 4, 32
+B, H, CHANNELS, BUCKETS = 2, 8, 4, 32
 REST_COLUMNS = 17  # of the second segment: super nodes, whose number is odd
 
 
@@ -70,15 +70,18 @@ def _launch(variant: Variant) -> None:
     """Launch the variant's kernel on uninitialised tensors of the benchmarks' kind."""
     from megagraph.kernels import biased_attention as kernels
 
-    dtype, D, form = getattr(torch, variant.dtype), variant.head_dim, variant.form
-    columns = N if variant.aligned else N - 1
+    dtype, form = getattr(torch, variant.dtype), variant.form
+    short = variant.path == "short"
+    D = min(variant.head_dim, 16) if short else variant.head_dim  # wider heads take the long path
+    N = 32 if short else 1024
+    columns = N if variant.aligned or short else N - 1
 
     def rows(dtype=dtype):
         if variant.rows_first:
             return torch.empty(B, N, H, D, dtype=dtype).transpose(1, 2)
         return torch.empty(B, H, N, D, dtype=dtype)
 
-    planes = (1, 1) if variant.plane == "shared" else (B, H)
+    planes = (1, 1) if variant.plane == "shared" and not short else (B, H)
     data, learned, mask = {
         "none": (None, None, None),
         "dense": (None, torch.empty(*planes, N, columns, dtype=dtype), None),
@@ -89,21 +92,22 @@ def _launch(variant: Variant) -> None:
             torch.empty(B, N, columns, dtype=torch.bool) if variant.padding else None,
         ),
     }[form]
-    regular = columns - (32 if variant.aligned else REST_COLUMNS)
+    regular = columns - (0 if short else 32 if variant.aligned else REST_COLUMNS)
     step: dict[str, Any] = dict(
         form=form,
         data=data,
         learned=learned,
         bias_mask=mask,
         key_padding_mask=torch.empty(B, columns, dtype=torch.bool) if variant.padding else None,
-        segments=[(0, 0, regular), (regular, regular, columns - regular)],
+        segments=[(0, 0, regular), (regular, regular, columns - regular)][: 1 if short else 2],
         scale=D**-0.5,
         dropout_p=0.1 if variant.dropout else 0.0,
         dropout_key=torch.empty(B, dtype=torch.int32) if variant.dropout else None,
         row_ids=torch.empty(N, dtype=torch.int32) if variant.dropout else None,
     )
     lse, delta = torch.empty(B, H, N), torch.empty(B, H, N)
-    first, last = variant.step in ("only", "first"), variant.step in ("only", "last")
+    step_name = "only" if short else variant.step
+    first, last = step_name in ("only", "first"), step_name in ("only", "last")
     if variant.kernel == "fwd":
         carried = dict(m=None, l=None, acc=None)
         if not (first and last):
@@ -114,7 +118,7 @@ def _launch(variant: Variant) -> None:
     d_learned = None
     if learned is not None:
         d_learned = torch.empty(learned.shape, dtype=dtype if form == "dense" and planes == (B, H) else torch.float32)
-    accumulate = variant.step != "only"
+    accumulate = step_name != "only"
     sums = {name: rows(torch.float32 if accumulate else dtype) for name in ("dq", "dk", "dv")}
     kernels.launch_step_bwd(
         rows(), rows(), rows(), **step, d_out=rows(), lse=lse, delta=delta, **sums, d_learned=d_learned,
@@ -122,11 +126,13 @@ def _launch(variant: Variant) -> None:
     )  # fmt: skip
 
 
-PASSES = {  # function of the inner loop: its edges in the launch's keywords, and heads to a tile
-    "_fwd_tile": ("BLOCK_M", "BLOCK_N", 1),
-    "_key_tile": ("KEY_M", "KEY_N", 1),
-    "_query_tile": ("QUERY_M", "QUERY_N", 1),
-    "_table_tile": ("TABLE_M", "TABLE_N", 8),
+PASSES = {  # function of the inner loop: the keywords of the launch that size its tile
+    "_fwd_tile": ("BLOCK_M", "BLOCK_N", None),
+    "_key_tile": ("KEY_M", "KEY_N", None),
+    "_query_tile": ("QUERY_M", "QUERY_N", None),
+    "_table_tile": ("TABLE_M", "TABLE_N", "TABLE_H"),
+    "short_fwd": ("BLOCK_M", "BLOCK_N", "GROUP"),
+    "short_bwd": ("BLOCK_M", "BLOCK_N", "GROUP"),
 }
 
 
@@ -135,10 +141,13 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
     import triton
 
     from bench.sass import read_cubin
-    from megagraph.kernels import backward, forward
+    from megagraph.kernels import backward, forward, short
     from megagraph.kernels import tiles as table
 
-    module, name = (forward, "step_fwd") if variant.kernel == "fwd" else (backward, "step_bwd")
+    if variant.path == "short":
+        module, name = short, f"short_{variant.kernel}"
+    else:
+        module, name = (forward, "step_fwd") if variant.kernel == "fwd" else (backward, "step_bwd")
     kernel, choose = getattr(module, name), table.choose
     driver = triton.runtime.driver
     active = driver._active
@@ -167,13 +176,14 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
     row |= resources | {"loops": []}
     for loop in loops:
         edge_m, edge_n, heads = PASSES[loop.function]
-        scores = sizes[edge_m] * sizes[edge_n] * heads / (32 * sizes["num_warps"])
+        scores = sizes[edge_m] * sizes[edge_n] * sizes.get(heads, 1) / (32 * sizes["num_warps"])
         exponentials = loop.count("MUFU.EX2") / scores
         row["loops"].append(
             {
                 "pass": loop.function.strip("_"),
                 # a masked tile is narrower than the one that the launch names
                 "masked": exponentials < 0.9,
+                "count": loop.count(),
                 "instructions": round(loop.count() / scores, 2),
                 "exponentials": round(exponentials, 2),
                 "tensor_core": round(loop.count("HMMA", "HGMMA", "UTCHMMA", "UTCMMA") / scores, 3),

@@ -81,7 +81,7 @@ def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Ca
     parts = [_rank_rows(inputs, layout, case.form) for layout in layouts]
     leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
     steps = [make_step(part.q, make_bias(case.form, part.data, part.learned), None, None, 0.0, None) for part in parts]
-    impl = choose_impl(None, inputs.q, ring=True)
+    impl = choose_impl(None, inputs.q, inputs.k, None, ring=True)
 
     def forward():
         return _RingAttention.apply(Loopback(), impl, layouts, steps, *leaves)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.kernels import backward, forward, tiles
+from megagraph.kernels import backward, forward, short, tiles
 from megagraph.kernels.tile import TABLE_SIZE, Operands, Strided
 
 
@@ -111,10 +111,21 @@ def _tiles(kernel: tiles.Kernel, form: str, q: Tensor, segments) -> dict[str, in
     return tiles.choose(kernel, form, q.element_size(), q.shape[3], q.shape[2], longest, tiles.architecture())
 
 
+def _is_short(path: str | None, q: Tensor, k: Tensor, segments, whole: bool) -> bool:
+    """Whether this step takes the short path: asked for, or all of a short sequence."""
+    whole = whole and segments == ((0, 0, k.shape[2]),)
+    assert whole or path != "short"
+    return path == "short" or (path is None and whole and tiles.short_path(q.shape[2], k.shape[2], q.shape[3]))
+
+
+def _overruns(M: int, k: Tensor, blocks: dict[str, int]) -> bool:
+    return bool(M % blocks["BLOCK_M"] or k.shape[2] % blocks["BLOCK_N"])
+
+
 def launch_step_fwd(
     q, k, v, *, form, data, learned, bias_mask, key_padding_mask, segments,
     scale, dropout_p, dropout_key, row_ids,
-    first, last, m, l, acc, out, lse,
+    first, last, m, l, acc, out, lse, path=None,
 ) -> None:  # fmt: skip
     """Fold one visiting block of keys into the softmax state, or into ``out`` and ``lse`` at the last step.
 
@@ -136,6 +147,7 @@ def launch_step_fwd(
         acc: [B, H, M, D], unnormalised output; as m. All three None if first and last.
         out: [B, H, M, D], any strides; 0 for a row that met no valid key. None before the last step.
         lse: contiguous [B, H, M], natural log; -inf for a row that met no valid key. None as out.
+        path: ``"short"`` or ``"long"``; None: :func:`tiles.short_path` says.
     """
     rows = () if out is None else (out,)
     operands, segments = _arguments(
@@ -144,6 +156,13 @@ def launch_step_fwd(
     )  # fmt: skip
     B, H, M, _ = q.shape
     assert all(x is None or x.is_contiguous() for x in (m, l, acc, lse))
+    if _is_short(path, q, k, segments, first and last):
+        blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
+        num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
+        grid = (B * num_tiles * triton.cdiv(H, blocks["GROUP"]),)
+        with torch.cuda.device_of(q):
+            short.short_fwd[grid](operands, _strided(out), lse, num_tiles, MASKED=_overruns(M, k, blocks), **blocks)
+        return
     blocks = _tiles("fwd", form, q, segments)
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     with torch.cuda.device_of(q):
@@ -165,7 +184,7 @@ def launch_row_delta(d_out, out, d_lse, delta) -> None:
 def launch_step_bwd(
     q, k, v, *, form, data, learned, bias_mask, key_padding_mask, segments,
     scale, dropout_p, dropout_key, row_ids,
-    d_out, lse, delta, dq, dk, dv, d_learned, accumulate,
+    d_out, lse, delta, dq, dk, dv, d_learned, accumulate, path=None,
 ) -> None:  # fmt: skip
     """One visiting block's gradients; two calls give the same bits.
 
@@ -184,6 +203,10 @@ def launch_step_bwd(
     )  # fmt: skip
     B, H, M, _ = q.shape
     assert all(x.is_contiguous() for x in (lse, delta))
+    shared = form == "dense" and d_learned is not None and d_learned.shape[:2] != (B, H)
+    if not shared and _is_short(path, q, k, segments, not accumulate):
+        _short_bwd(operands, q, k, d_out, lse, delta, dq, dk, dv, d_learned, form)
+        return
     blocks = _tiles("bwd", form, q, segments)
     query_tiles = triton.cdiv(M, blocks["QUERY_M"])
     key_tiles = sum(triton.cdiv(length, blocks["KEY_N"]) for _, _, length in segments)
@@ -212,10 +235,40 @@ def launch_step_bwd(
             operands, _strided(d_out), lse, delta, _strided(dq), _strided(dk), _strided(dv), grad,
             key_programs, key_tiles, query_programs, query_tiles, table_tiles, B // planes_b, H // planes_h,
             BLOCK_C=max(2, triton.next_power_of_2(num_learned)), TABLE_H=group, BLOCK_R=block_r,
-            SHARED=(planes_b, planes_h) != (B, H), ACCUMULATE=accumulate, WARPS=blocks["num_warps"],
+            SHARED=shared, ACCUMULATE=accumulate, WARPS=blocks["num_warps"],
             **blocks,
         )  # fmt: skip
     if partials is not None and form == "projected":
         d_learned += partials.sum(dim=(0, 2))
     elif partials is not None:
         d_learned += partials.sum(dim=(0, 2)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
+
+
+def _short_bwd(operands, q, k, d_out, lse, delta, dq, dk, dv, d_learned, form) -> None:
+    B, H, M, _ = q.shape
+    blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
+    group = blocks["GROUP"]
+    groups = triton.cdiv(H, group)
+    one_tile = k.shape[2] <= blocks["BLOCK_N"]
+    dq_sums = dq if one_tile else torch.empty_like(dq, dtype=lse.dtype)
+    block_c, block_r, grad, partials = 2, 16, None, None
+    if d_learned is not None and form == "dense":
+        grad = _strided(d_learned)
+    elif d_learned is not None and form == "bucket":
+        block_r = max(16, triton.next_power_of_2(d_learned.shape[1]))
+        partials = lse.new_empty(B, groups, block_r, group)
+    elif d_learned is not None:
+        block_c = max(2, triton.next_power_of_2(d_learned.shape[1]))
+        partials = lse.new_empty(B, groups, group, block_c)
+    with torch.cuda.device_of(q):
+        short.short_bwd[(B * groups,)](
+            operands, _strided(d_out), lse, delta, _strided(dq_sums), _strided(dk), _strided(dv),
+            grad if partials is None else _strided(partials), BLOCK_C=block_c, BLOCK_R=block_r,
+            MASKED=_overruns(M, k, blocks), ONE_TILE=one_tile, WARPS=blocks["num_warps"], **blocks,
+        )  # fmt: skip
+    if not one_tile:
+        dq.copy_(dq_sums)
+    if partials is not None:
+        sums = partials.sum(dim=0)
+        sums = sums.transpose(1, 2) if form == "bucket" else sums
+        d_learned += sums.flatten(0, 1)[:H, : d_learned.shape[1]]

@@ -12,37 +12,36 @@ import triton
 import triton.language as tl
 
 from megagraph.kernels.tile import (
-    INTERPRET,
     LOG2E,
     REST,
-    TABLE_SIZE,
     add_dot,
     bucket_tile,
     dot,
     dropped,
     exp,
+    load_heads,
     loop,
     row_keys,
+    scores_of_heads,
     segment,
 )
 
 
 @triton.jit
-def _load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
-    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]; zero beyond D and, if MASKED, ``left``."""
-    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
-    stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
-    stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
-    stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
-    offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
-    mask = offs_d < x.D
-    if MASKED:
-        mask = mask & (offs < left)[None, :, None]
-    ptrs = (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
-    rows = tl.load(ptrs, mask=mask, other=0.0)
-    if INTERPRET and rows.dtype == tl.bfloat16:
-        rows = rows.to(tl.float32)
-    return rows
+def add_one_hot(sums, bucket, ds, WARPS: tl.constexpr):
+    """sums[w, r, h] += ds[h, pair] of the pairs in bucket r.
+
+    Every warp w sums pairs of its own, so that none does the work of another; two pairs at a time, so that stores of
+    the one-hot matrix to shared memory are 32 bits wide.
+    """
+    GROUP: tl.constexpr = ds.shape[0]
+    R: tl.constexpr = sums.shape[1]
+    PAIRS: tl.constexpr = ds.shape[1] * ds.shape[2] // WARPS
+    even, odd = tl.split(tl.reshape(bucket, [WARPS, PAIRS // 2, 2]))
+    offs_r = tl.arange(0, R)[None, :, None]
+    one_hot = tl.join(even[:, None, :] == offs_r, odd[:, None, :] == offs_r).to(ds.dtype)
+    ds = tl.permute(tl.reshape(ds, [GROUP, WARPS, PAIRS]), (1, 2, 0))
+    return add_dot(sums, tl.reshape(one_hot, [WARPS, R, PAIRS]), ds)
 
 
 @triton.jit
@@ -50,36 +49,21 @@ def _table_tile(
     x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key, col, left,
     BLOCK_N: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """sums[w, r, h] += ds of the pairs in bucket r. Every warp w sums pairs of its own, so that none does the work of
-    another; two pairs at a time, so that stores of the one-hot matrix to shared memory are 32 bits wide."""
+    """Add the pairs with the keys at key.., in columns col.., to the sums [WARPS, R, GROUP]."""
     offs_n = tl.arange(0, BLOCK_N)
     in_cols = offs_n < left
     inside = in_rows[:, None] & in_cols[None, :]
     bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
-    k = _load_heads(x, x.k, b, heads, key, offs_n, left, MASKED)
-    v = _load_heads(x, x.v, b, heads, key, offs_n, left, MASKED)
-    s = dot(x, q, tl.permute(k, (0, 2, 1))) * x.scale
-    s += tl.load(x.learned.ptr + heads[:, None, None] * TABLE_SIZE + bucket.to(tl.int32)[None, :, :])
-    if x.padding is not None:
-        stride_b, stride_n = x.padding.strides
-        padding = tl.load(x.padding.ptr + b * stride_b + (col + offs_n) * stride_n, mask=in_cols, other=0)
-        s += tl.where(padding == 0, 0.0, -float("inf"))[None, None, :]
+    k = load_heads(x, x.k, b, heads, key, offs_n, left, MASKED)
+    v = load_heads(x, x.v, b, heads, key, offs_n, left, MASKED)
+    qk = dot(x, q, tl.permute(k, (0, 2, 1)))
+    s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
     p = exp(x, s, lse)
     dp = dot(x, do, tl.permute(v, (0, 2, 1)))
     if x.THRESHOLD > 0:
         drop = dropped(x, keys[:, :, None], (col + offs_n)[None, None, :])
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
-    ds = p * (dp - delta)
-    if MASKED:
-        ds = tl.where(inside[None, :, :], ds, 0.0)
-    GROUP: tl.constexpr = ds.shape[0]
-    R: tl.constexpr = sums.shape[1]
-    PAIRS: tl.constexpr = ds.shape[1] * BLOCK_N // WARPS
-    even, odd = tl.split(tl.reshape(bucket, [WARPS, PAIRS // 2, 2]))
-    offs_r = tl.arange(0, R)[None, :, None]
-    one_hot = tl.join(even[:, None, :] == offs_r, odd[:, None, :] == offs_r).to(k.dtype)
-    ds = tl.permute(tl.reshape(ds.to(k.dtype), [GROUP, WARPS, PAIRS]), (1, 2, 0))
-    return add_dot(sums, tl.reshape(one_hot, [WARPS, R, PAIRS]), ds)
+    return add_one_hot(sums, bucket, (p * (dp - delta)).to(k.dtype), WARPS)
 
 
 @triton.jit
@@ -94,8 +78,8 @@ def table_program(
     offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)
     offs_h = group * GROUP + tl.arange(0, GROUP)
     heads = tl.minimum(offs_h, x.H - 1)  # heads beyond H repeat the last one, with p = 0
-    q = _load_heads(x, x.q, b, heads, row, offs_m, x.M, False)
-    do = _load_heads(x, d_out, b, heads, row, offs_m, x.M, False)
+    q = load_heads(x, x.q, b, heads, row, offs_m, x.M, False)
+    do = load_heads(x, d_out, b, heads, row, offs_m, x.M, False)
     stat = (b * x.H + heads)[:, None] * x.M + row + offs_m[None, :]
     exists = (offs_h < x.H)[:, None] & in_rows[None, :]
     lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))[:, :, None]

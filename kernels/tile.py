@@ -248,3 +248,57 @@ def scores(x, qk, b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.c
     if MASKED:
         s = tl.where(inside, s, -float("inf"))
     return s
+
+
+@triton.jit
+def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
+    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]; zero beyond D and, if MASKED, ``left``."""
+    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
+    stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
+    stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
+    stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
+    offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
+    mask = offs_d < x.D
+    if MASKED:
+        mask = mask & (offs < left)[None, :, None]
+    ptrs = (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
+    rows = tl.load(ptrs, mask=mask, other=0.0)
+    if INTERPRET and rows.dtype == tl.bfloat16:
+        rows = rows.to(tl.float32)
+    return rows
+
+
+@triton.jit
+def scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.constexpr):
+    """:func:`scores` of several heads, [GROUP, BLOCK_M, BLOCK_N], which share index, channels and masks."""
+    inside = in_rows[:, None] & in_cols[None, :]
+    s = qk * x.scale
+    if x.FORM == "dense":
+        stride_b, stride_h, stride_m, stride_n = x.learned.strides
+        plane = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+        ptrs = x.learned.ptr + b * stride_b + row * stride_m + col * stride_n
+        ptrs += heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :]
+        values = tl.load(ptrs, mask=inside[None, :, :], other=0.0) if MASKED else tl.load(ptrs)
+        s += values.to(x.ACC_DTYPE)
+    elif x.FORM == "bucket":
+        bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+        s += tl.load(x.learned.ptr + heads[:, None, None] * TABLE_SIZE + bucket.to(tl.int32)[None, :, :])
+    elif x.FORM == "projected":
+        stride_h, stride_c = x.learned.strides
+        for c in tl.static_range(x.NUM_CHANNELS):
+            weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
+            channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+            s += weight[:, None, None] * channel[None, :, :]
+        if x.bias_mask is not None:
+            stride_b, stride_m, stride_n = x.bias_mask.strides
+            ptr = x.bias_mask.ptr + b * stride_b
+            masked = _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+            s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
+    if x.padding is not None:
+        stride_b, stride_n = x.padding.strides
+        ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
+        padding = tl.load(ptrs, mask=in_cols, other=0) if MASKED else tl.load(ptrs)
+        s += tl.where(padding == 0, 0.0, -float("inf"))[None, None, :]
+    if MASKED:
+        s = tl.where(inside[None, :, :], s, -float("inf"))
+    return s

@@ -52,3 +52,29 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
     row = min((row for row in fits if row["head_dim"] >= D), key=lambda row: row["head_dim"])
     edges = {name: max(16, triton.next_power_of_2(M if name.endswith("_M") else N)) for name in row["tiles"]}
     return {name: size if name.startswith("num_") else min(size, edges[name]) for name, size in row["tiles"].items()}
+
+
+SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path
+
+
+def short_path(M: int, N: int, D: int) -> bool:
+    """Whether programs hold several heads of a sequence (``short``) or tiles of one head (``forward``, ``backward``).
+
+    Wider heads would spill: a thread holds the accumulators of all heads of its program.
+    """
+    return 0 < max(M, N) <= SHORT and D <= NARROW
+
+
+def choose_short(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
+    """Tiles of the short path: all heads of a sequence up to eight, 32 scores to a thread.
+
+    Edges of 16 waste less on what overruns M and N, edges of 32 spend a quarter less per score.
+    """
+
+    def edge(n: int) -> int:
+        return min((16, 32), key=lambda e: -(-n // e) * e * (1.25 if e == 16 else 1.0))
+
+    group = min(8 if itemsize == 2 else 2, triton.next_power_of_2(H))
+    block_m, block_n = edge(M), edge(N)
+    warps = max(1, min(8, group * block_m * block_n // (32 * 32)))
+    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}

@@ -25,13 +25,14 @@ class Variant(NamedTuple):
     aligned: bool = True  # segments begin at multiples of 16 columns and the rows of the bias hold such a multiple
     rows_first: bool = True  # memory of q, k, v is [B, N, H, D], as projections leave it; else [B, H, N, D]
     plane: str = "own"  # dense backward: every head has a plane of its own, or "shared" by all
+    path: str = "long"  # or "short", several heads of a short sequence to a program; then step and aligned are ignored
 
     @property
     def name(self) -> str:
         """What pytest and the report print."""
         flags = [name for name in ("dropout", "padding") if getattr(self, name)]
         flags += [word for word, plain in (("odd", self.aligned), ("heads_first", self.rows_first)) if not plain]
-        flags += ["shared"] if self.plane == "shared" else []
+        flags += [word for word in (self.plane, self.path) if word in ("shared", "short")]
         return "-".join([self.kernel, self.form, self.dtype, f"D{self.head_dim}", self.step, *flags])
 
 
@@ -46,6 +47,7 @@ FACTORS: dict[str, tuple] = {
     "aligned": (True, False),
     "rows_first": (True, False),
     "plane": ("own", "shared"),
+    "path": ("long", "short"),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention import blocked
-from megagraph.attention.operator import learned_gradient
+from megagraph.attention.operator import _path, learned_gradient
 from megagraph.attention.step import Step
 from tests.problems import DEVICE, Problem
 
@@ -15,7 +15,7 @@ def one_step(N):
     return [(torch.arange(N, device=DEVICE), [(0, 0, N)])]
 
 
-def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, impl="triton") -> dict[str, Tensor]:
+def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, impl="triton_long") -> dict[str, Tensor]:
     """out, lse and gradients; steps: (global columns of the visiting keys, segments) each."""
     from megagraph.kernels import biased_attention as kernels
 
@@ -43,8 +43,8 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, imp
         result = dict(out=out, lse=lse) if last else dict(out=None, lse=None)
         kv = (x if len(steps) == 1 else x[:, :, columns] for x in (k, v))
         step, call = Step(**inputs, segments=segments), dict(first=first, last=last, **state, **result)
-        if impl == "triton":
-            kernels.launch_step_fwd(q, *kv, **vars(step), **call)
+        if impl != "blocked":
+            kernels.launch_step_fwd(q, *kv, **vars(step), **call, path=_path(impl))
         else:
             blocked.attention_step(step, q, *kv, **call)
 
@@ -61,8 +61,8 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, imp
             dk_block, dv_block = (torch.zeros_like(x, dtype=dtype) for x in (k_block, v_block))
         step = Step(**inputs, segments=segments)
         call = dict(d_out=problem.d_out, lse=lse, delta=delta, dq=dq, dk=dk_block, dv=dv_block, d_learned=d_learned)
-        if impl == "triton":
-            kernels.launch_step_bwd(q, k_block, v_block, **vars(step), **call, accumulate=accumulate)
+        if impl != "blocked":
+            kernels.launch_step_bwd(q, k_block, v_block, **vars(step), **call, accumulate=accumulate, path=_path(impl))
         else:
             blocked.attention_step_backward(step, q, k_block, v_block, **call)
         if len(steps) > 1:

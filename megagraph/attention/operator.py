@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias,
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 
-Impl = Literal["triton", "blocked", "reference"]
+Impl = Literal["triton", "triton_short", "triton_long", "blocked", "reference"]
 MAX_HEAD_DIM = 256
 
 
@@ -67,8 +67,9 @@ def biased_attention(
             function of key, head, row and column only.
         return_lse: also return lse [B, H, M], natural log, fp32 (fp64 for fp64 inputs), -inf for an empty row.
         impl: ``"triton"`` (CUDA, or the CPU under TRITON_INTERPRET=1), ``"blocked"`` (torch operations on tiles) or
-            ``"reference"`` (eager); ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. What you ask for
-            runs, or raises.
+            ``"reference"`` (eager); ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. Short sequences
+            with narrow heads take kernels of their own; ``"triton_short"`` and ``"triton_long"`` ask for one of the
+            two paths. What you ask for runs, or raises.
 
     Returns:
         out [B, H, M, D] in q's dtype; a row that can attend to nothing is 0 with zero gradients.
@@ -80,7 +81,7 @@ def biased_attention(
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
-    out, lse = attention(step, q, k, v, bias, choose_impl(impl, q))
+    out, lse = attention(step, q, k, v, bias, choose_impl(impl, q, k, bias))
     return (out, lse) if return_lse else out
 
 
@@ -211,13 +212,18 @@ def _(*args, **kwargs):
 def _run_step(step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, **state: Any) -> None:
     if q.numel() == 0:
         return
-    if impl == "triton":
+    if impl.startswith("triton"):
         from megagraph.kernels.biased_attention import launch_step_fwd
 
-        launch_step_fwd(q, k, v, **vars(step), **state)
+        launch_step_fwd(q, k, v, **vars(step), **state, path=_path(impl))
     else:
         with _exact(q):
             blocked.attention_step(step, q, k, v, **state)
+
+
+def _path(impl: str) -> str | None:
+    """Of the kernels: ``"short"``, ``"long"``, or by shape."""
+    return impl.removeprefix("triton").removeprefix("_") or None
 
 
 def _run_step_backward(
@@ -225,10 +231,10 @@ def _run_step_backward(
 ) -> None:
     if q.numel() == 0:
         return
-    if impl == "triton":
+    if impl.startswith("triton"):
         from megagraph.kernels.biased_attention import launch_step_bwd
 
-        launch_step_bwd(q, k, v, **vars(step), **gradients, accumulate=accumulate)
+        launch_step_bwd(q, k, v, **vars(step), **gradients, accumulate=accumulate, path=_path(impl))
     else:
         with _exact(q):
             blocked.attention_step_backward(step, q, k, v, **gradients)
@@ -295,12 +301,12 @@ def _attention_backward(
     learned_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    written = impl == "triton" and q.numel() > 0 and k.shape[2] > 0
+    written = impl.startswith("triton") and q.numel() > 0 and k.shape[2] > 0
     # the kernels write each gradient once, in its own dtype; the torch implementation adds tile by tile
     dq, dk, dv = (torch.empty_like(x) if written else torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     d_learned = None
     if learned_grad and learned is not None:
-        d_learned = learned_gradient(form, q, learned, "triton" if written else "blocked")
+        d_learned = learned_gradient(form, q, learned, impl if written else "blocked")
     if k.shape[2]:
         step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key)
         gradients = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
@@ -336,7 +342,7 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor, impl: str) -> Tensor:
     """What the softmax subtracts in ds = p * (dp - delta), [B, H, M]; a gradient of lse enters with the other sign."""
-    if impl == "triton":
+    if impl.startswith("triton"):
         from megagraph.kernels.biased_attention import launch_row_delta
 
         delta = torch.empty_like(d_lse, memory_format=torch.contiguous_format)
@@ -348,7 +354,7 @@ def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor, impl: str) -> Tensor:
 def learned_gradient(form: str, q: Tensor, learned: Tensor, impl: str) -> Tensor:
     """Where the gradient of the learned part is summed: in lse's dtype, zeroed; the kernels write a dense plane that
     no heads share once, in its own dtype."""
-    if impl == "triton" and form == "dense" and learned.shape[:2] == q.shape[:2]:
+    if impl.startswith("triton") and form == "dense" and learned.shape[:2] == q.shape[:2]:
         return torch.empty_like(learned)
     return torch.zeros_like(learned, dtype=state_dtype(q))
 
@@ -362,14 +368,14 @@ def state_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-def choose_impl(impl: Impl | None, q: Tensor, *, ring: bool = False) -> Impl:
+def choose_impl(impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, ring: bool = False) -> Impl:
     """The implementation to run: the one asked for, or by device."""
     if impl is None:
         impl = "triton" if q.is_cuda else "blocked"
-    if impl not in ("triton", "blocked", "reference"):
-        raise ValueError(f"impl must be 'triton', 'blocked', 'reference' or None, got {impl!r}")
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl must be {', '.join(map(repr, get_args(Impl)))} or None, got {impl!r}")
     reasons = []
-    if impl == "triton":
+    if impl.startswith("triton"):
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (it has wheels for Linux only)")
@@ -377,6 +383,16 @@ def choose_impl(impl: Impl | None, q: Tensor, *, ring: bool = False) -> Impl:
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
+    if impl == "triton_short" and ring:
+        reasons.append("it needs all keys on one rank, not in a ring; use impl='triton'")
+    elif impl == "triton_short":
+        M, N, D = q.shape[2], k.shape[2], q.shape[3]
+        if max(M, N) > 256 or D > 16:
+            reasons.append(
+                f"it takes at most 256 rows and keys of head dim 16, got {M}, {N} and {D}; use impl='triton'"
+            )
+        if isinstance(bias, DenseBias) and bias.shape[:2] != q.shape[:2]:
+            reasons.append(f"a dense bias must have a plane per head, got {tuple(bias.shape)}; use impl='triton'")
     if impl == "reference" and ring:
         reasons.append("it needs all keys on one rank, not in a ring; use impl='blocked' or 'triton'")
     if reasons:

@@ -135,7 +135,7 @@ def ring_attention(
     bias = as_bias(bias)
     layout.check_mesh(mesh)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
-    impl = choose_impl(impl, q, ring=layout.world_size > 1)
+    impl = choose_impl(impl, q, k, bias, ring=layout.world_size > 1)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
     if mesh is None or layout.world_size == 1:
         out, lse = attention(step, q, k, v, bias, impl)
@@ -165,7 +165,7 @@ def loopback_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
-    impl = choose_impl(impl, q, ring=True)
+    impl = choose_impl(impl, q, k, bias, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
     steps, inputs = [], []

@@ -331,7 +331,10 @@ BAD_INPUTS = {
     "probability": (lambda: bad(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
     "no key": (lambda: bad(dropout_p=0.5), r"needs dropout_key, torch.int32 \[B\] = \[2\], got None"),
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
-    "impl": (lambda: bad(impl="cudnn"), "impl must be 'triton', 'blocked', 'reference' or None, got 'cudnn'"),
+    "impl": (
+        lambda: bad(impl="cudnn"),
+        "impl must be 'triton', 'triton_short', 'triton_long', 'blocked', 'reference' or None, got 'cudnn'",
+    ),
 }
 
 

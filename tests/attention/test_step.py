@@ -32,7 +32,7 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import biased_attention as kernels
 
-IMPLS = ("triton", "blocked")
+IMPLS = ("triton_long", "blocked")
 
 
 @pytest.fixture(autouse=True)

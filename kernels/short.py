@@ -1,0 +1,178 @@
+"""Attention over short sequences, forward and backward: one program holds several heads of a sequence.
+
+The equations are those of ``forward`` and ``backward``, all keys in one step. Heads of a program share index, channels
+and masks, and rows of q, k, v are read whole where projections leave them, [B, N, H, D]. Backward is a single pass:
+a program owns its heads, so dq needs no second look at the scores; it adds up in memory, key tile by key tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megagraph.kernels.table_gradient import add_one_hot
+from megagraph.kernels.tile import (
+    LN2,
+    LOG2E,
+    add_dot,
+    bucket_tile,
+    channel_tile,
+    dot,
+    dropped,
+    exp,
+    load_heads,
+    loop,
+    row_keys,
+    scores_of_heads,
+)
+
+
+@triton.jit
+def _head_offsets(x, t, b, heads, start, offs):
+    """Offsets of rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]."""
+    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
+    base = b * t.strides[0] + start * t.strides[2]
+    return (
+        base
+        + heads.to(tl.int64)[:, None, None] * t.strides[1]
+        + offs[None, :, None] * t.strides[2]
+        + (offs_d * t.strides[3])
+    )
+
+
+@triton.jit
+def short_fwd(
+    x, out, lse_ptr, num_tiles,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * num_tiles * cdiv(H, GROUP)); one program owns BLOCK_M query rows of GROUP heads.
+
+    MASKED: the tiles overrun M or N.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    groups = tl.cdiv(x.H, GROUP)
+    b = pid // groups // num_tiles
+    row = pid // groups % num_tiles * BLOCK_M
+    offs_h = pid % groups * GROUP + tl.arange(0, GROUP)
+    heads = tl.minimum(offs_h, x.H - 1)  # heads beyond H repeat the last one, and are not stored
+    offs_m = tl.arange(0, BLOCK_M)
+    in_rows = offs_m < x.M - row
+    q = load_heads(x, x.q, b, heads, row, offs_m, x.M - row, MASKED)
+    keys = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
+    m = tl.full([GROUP, BLOCK_M, 1], -float("inf"), x.ACC_DTYPE)
+    l = tl.zeros([GROUP, BLOCK_M, 1], x.ACC_DTYPE)
+    acc = tl.zeros([GROUP, BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
+    for col in loop(0, x.Nk, BLOCK_N):
+        offs_n = tl.arange(0, BLOCK_N)
+        k = load_heads(x, x.k, b, heads, col, offs_n, x.Nk - col, MASKED)
+        v = load_heads(x, x.v, b, heads, col, offs_n, x.Nk - col, MASKED)
+        qk = dot(x, q, tl.permute(k, (0, 2, 1)))
+        in_cols = offs_n < x.Nk - col
+        s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+        s_max = tl.max(s, axis=2, keep_dims=True)
+        m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
+        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = exp(x, s, pivot)
+        rescale = tl.exp2(m - pivot if x.FOLD else (m - pivot) * LOG2E)
+        l = l * rescale + tl.sum(p, axis=2, keep_dims=True)
+        if x.THRESHOLD > 0:  # kept p is scaled once, in out
+            p = tl.where(dropped(x, keys[:, :, None], (col + offs_n)[None, None, :]), 0.0, p)
+        acc = add_dot(acc * rescale, p, v)
+        m = m_new
+    l_safe = tl.where(l == 0.0, 1.0, l)  # a row that met no valid key: out = 0, lse = m = -inf
+    lse = (m + tl.log2(l_safe)) * LN2 if x.FOLD else m + tl.log2(l_safe) * LN2
+    exists = (offs_h < x.H)[:, None, None] & in_rows[None, :, None]
+    stat = (b * x.H + heads)[:, None, None] * x.M + (row + offs_m)[None, :, None]
+    tl.store(lse_ptr + stat, lse, mask=exists)
+    in_d = (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
+    ptrs = out.ptr + _head_offsets(x, out, b, heads, row, offs_m)
+    tl.store(ptrs, acc * (x.KEEP_SCALE / l_safe), mask=exists & in_d)
+
+
+@triton.jit
+def short_bwd(
+    x, d_out, lse_ptr, delta_ptr, dq, dk, dv, d_learned,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    MASKED: tl.constexpr, ONE_TILE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * cdiv(H, GROUP)); one program owns GROUP heads of a sequence.
+
+    ONE_TILE: all keys are in one tile, and dq is written once, in its own dtype; else it adds up in fp32.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    groups = tl.cdiv(x.H, GROUP)
+    b = pid // groups
+    offs_h = pid % groups * GROUP + tl.arange(0, GROUP)
+    heads = tl.minimum(offs_h, x.H - 1)  # heads beyond H repeat the last one, with p = 0
+    in_heads = (offs_h < x.H)[:, None]
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    in_d = (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
+    table = tl.zeros([WARPS, BLOCK_R, GROUP], x.ACC_DTYPE)
+    sums = tl.zeros([GROUP, BLOCK_M, BLOCK_C], x.ACC_DTYPE)
+    for col in loop(0, x.Nk, BLOCK_N):
+        in_cols = offs_n < x.Nk - col
+        k = load_heads(x, x.k, b, heads, col, offs_n, x.Nk - col, MASKED)
+        v = load_heads(x, x.v, b, heads, col, offs_n, x.Nk - col, MASKED)
+        dk_tile = tl.zeros([GROUP, BLOCK_N, x.BLOCK_D], x.ACC_DTYPE)
+        dv_tile = tl.zeros([GROUP, BLOCK_N, x.BLOCK_D], x.ACC_DTYPE)
+        for row in loop(0, x.M, BLOCK_M):
+            in_rows = offs_m < x.M - row
+            exists = in_heads & in_rows[None, :]
+            stat = (b * x.H + heads)[:, None] * x.M + (row + offs_m)[None, :]
+            lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))[:, :, None]
+            lse = tl.where(lse == -float("inf"), float("inf"), lse)
+            if x.FOLD:
+                lse *= LOG2E
+            delta = tl.load(delta_ptr + stat, mask=exists, other=0.0)[:, :, None]
+            q = load_heads(x, x.q, b, heads, row, offs_m, x.M - row, MASKED)
+            do = load_heads(x, d_out, b, heads, row, offs_m, x.M - row, MASKED)
+            qk = dot(x, q, tl.permute(k, (0, 2, 1)))
+            s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+            p = exp(x, s, lse)
+            dp = dot(x, do, tl.permute(v, (0, 2, 1)))
+            p_kept = p
+            if x.THRESHOLD > 0:  # kept p is scaled once, in dv
+                keys = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
+                drop = dropped(x, keys[:, :, None], (col + offs_n)[None, None, :])
+                p_kept = tl.where(drop, 0.0, p)
+                dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
+            ds = p * (dp - delta)
+            ds_low = ds.to(k.dtype)
+            dv_tile = add_dot(dv_tile, tl.permute(p_kept.to(k.dtype), (0, 2, 1)), do)
+            dk_tile = add_dot(dk_tile, tl.permute(ds_low, (0, 2, 1)), q)
+
+            dq_tile = dot(x, ds_low, k) * x.scale
+            dq_ptrs = dq.ptr + _head_offsets(x, dq, b, heads, row, offs_m)
+            keep = exists[:, :, None] & in_d
+            if not ONE_TILE:
+                dq_tile += tl.load(dq_ptrs, mask=keep & (col > 0), other=0.0)
+            tl.store(dq_ptrs, dq_tile, mask=keep)
+
+            inside = in_rows[:, None] & in_cols[None, :]
+            if d_learned is not None and x.FORM == "dense":
+                stride_b, stride_h, stride_m, stride_n = d_learned.strides
+                plane = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+                ptrs = d_learned.ptr + b * stride_b + row * stride_m + col * stride_n
+                ptrs += heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :]
+                tl.store(ptrs, ds, mask=in_heads[:, :, None] & inside[None, :, :])
+            elif d_learned is not None and x.FORM == "bucket":
+                bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+                table = add_one_hot(table, bucket, ds_low, WARPS)
+            elif d_learned is not None and x.FORM == "projected":
+                offs_c = tl.arange(0, BLOCK_C)[None, None, :]
+                for c in tl.static_range(x.NUM_CHANNELS):
+                    channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+                    total = tl.sum(ds * channel[None, :, :], axis=2, keep_dims=True)
+                    sums += tl.where(offs_c == c, total, 0.0)
+        keep = in_heads[:, :, None] & in_cols[None, :, None] & in_d
+        tl.store(dk.ptr + _head_offsets(x, dk, b, heads, col, offs_n), dk_tile * x.scale, mask=keep)
+        tl.store(dv.ptr + _head_offsets(x, dv, b, heads, col, offs_n), dv_tile * x.KEEP_SCALE, mask=keep)
+        if not ONE_TILE:
+            tl.debug_barrier()  # the next key tile reads what this one added to dq
+    if d_learned is not None and x.FORM == "bucket":  # partial sums [B, groups, BLOCK_R, GROUP]
+        ptrs = d_learned.ptr + (pid * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]) * GROUP
+        tl.store(ptrs + tl.arange(0, GROUP)[None, :], tl.sum(table, axis=0))
+    elif d_learned is not None and x.FORM == "projected":  # partial sums [B, groups, GROUP, BLOCK_C]
+        ptrs = d_learned.ptr + (pid * GROUP + tl.arange(0, GROUP)[:, None]) * BLOCK_C
+        tl.store(ptrs + tl.arange(0, BLOCK_C)[None, :], tl.sum(sums, axis=1))
