@@ -4,10 +4,15 @@ The same contract as the Triton launchers: scores of the visiting keys are folde
 output acc (FlashAttention, arXiv:2205.14135, Alg. 1; logarithms are natural here), a compact bias is expanded one tile
 at a time, and the backward recomputes the scores from lse. Whatever B, H and N are, all score-sized temporaries
 together hold at most ``ELEMENTS_PER_THREAD`` elements per thread.
+
+A tile has all heads, which share the data of the bias, and several whole sequences where they are short. Its scores
+[b * H, m, n] stay in the cache from the first operation to the last, in buffers that all tiles of a call use in turn:
+there a pass over them costs little, and time goes to products, exp2 and the bias.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +25,9 @@ from megagraph.attention.dropout import keep_mask, row_keys
 from megagraph.attention.step import Step
 
 ELEMENTS_PER_THREAD = 1 << 20
-_TEMPORARIES = 4  # alive at a time in backward: p, dp, what dropout keeps, and the bias or a hash
+_LOG2E = math.log2(math.e)
+_UNDERFLOW = -2000.0  # exp2 gives 0 in every dtype, many times faster than of -inf
+_NARROW = 16  # columns; a product with fewer is several times faster transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +41,21 @@ class _Tile:
 
 
 class _State(NamedTuple):
-    """Running max m, sum l [b, H, m] and unnormalised output acc [b, H, m, D] of some rows."""
+    """Running max m, sum l [b * H, m] and unnormalised output acc [b * H, m, D] of some rows."""
 
     m: Tensor
     l: Tensor
     acc: Tensor
 
 
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
 def _chunks(length: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+    """As few chunks of at most ``size`` as there can be, about equal."""
+    count = -(-length // size)
+    return (slice(i * length // count, (i + 1) * length // count) for i in range(count))
 
 
 def _shifted(part: slice, start: int) -> slice:
@@ -50,18 +63,20 @@ def _shifted(part: slice, start: int) -> slice:
 
 
 def _tile_sizes(step: Step, batch: int, heads: int, rows: int) -> tuple[int, int, int]:
-    """(sequences, rows, keys) per tile; heads stay together because they share the bias data."""
+    """(sequences, rows, keys) per tile."""
     planes = max(heads, step.data.shape[1]) if step.form == "projected" and step.data is not None else heads
-    area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (_TEMPORARIES * planes), 1)
+    # alive at a time in backward: p, dp, data of the bias or a hash, and what dropout keeps
+    temporaries = 3 if step.dropout_key is None else 4
+    area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (temporaries * planes), 1)
     side = 1 << (area.bit_length() - 1) // 2  # square tiles read the fewest rows of q and k per score
     tile_keys = max(min(max(length for _, _, length in step.segments), side), 1)
     tile_rows = max(min(rows, area // tile_keys), 1)
     return max(min(batch, area // (tile_keys * tile_rows)), 1), tile_rows, tile_keys
 
 
-def _row_tiles(step: Step, q: Tensor) -> Iterator[tuple[slice, slice, list[_Tile]]]:
+def _row_tiles(step: Step, q: Tensor, sizes: tuple[int, int, int]) -> Iterator[tuple[slice, slice, list[_Tile]]]:
     """Sequences, query rows and their tiles of keys; a tile never straddles a segment."""
-    tile_batch, tile_rows, tile_keys = _tile_sizes(step, *q.shape[:3])
+    tile_batch, tile_rows, tile_keys = sizes
     for batch in _chunks(q.shape[0], tile_batch):
         for rows in _chunks(q.shape[2], tile_rows):
             tiles = [
@@ -72,31 +87,46 @@ def _row_tiles(step: Step, q: Tensor) -> Iterator[tuple[slice, slice, list[_Tile
             yield batch, rows, tiles
 
 
+def _part(x: Tensor, batch: slice, rows: slice) -> Tensor:
+    """Some rows of x [B, H, N, ...], as [b * H, n, ...]."""
+    return x[batch, :, rows].flatten(0, 1)
+
+
+def _whole(x: Tensor, batch: slice) -> Tensor:
+    """[b * H, ...] as [b, H, ...]."""
+    return x.unflatten(0, (_length(batch), -1))
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for batches of matrices."""
+    return torch.bmm(b.mT, a.mT).mT if b.shape[-1] < _NARROW else torch.bmm(a, b)
+
+
 def _per_batch(tensor: Tensor, batch: slice) -> Tensor:
     """These sequences, of a tensor whose batch axis may have size 1."""
     return tensor if tensor.shape[0] == 1 else tensor[batch]
 
 
-def _bias_data(step: Step, tile: _Tile) -> Tensor:
-    """index int32 [b, m * n], or channels [b, C, m * n]; b is 1 where all sequences share them."""
-    assert step.data is not None
+def _bias_data(step: Step, tile: _Tile, dtype: torch.dtype) -> Tensor | None:
+    """index int64 [b, 1, m * n] or channels [b, C, m * n], without a copy where all sequences share them."""
+    if step.data is None:
+        return None
     data = _per_batch(step.data, tile.batch)[..., tile.rows, tile.columns].flatten(-2)
-    return data.int() if step.form == "bucket" else data
+    data = data.long().unsqueeze(1) if step.form == "bucket" else data.to(dtype)
+    return data.expand(_length(tile.batch), -1, -1)
 
 
-def _bias(step: Step, tile: _Tile, table: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The bias of one tile, [b or 1, H or 1, m, n]."""
+def _set_to_bias(s: Tensor, step: Step, tile: _Tile, data: Tensor | None, table: Tensor | None) -> None:
+    """Write the bias of a tile into s [b, H, m, n]."""
     assert step.learned is not None
-    if step.form == "dense":
-        return _per_batch(step.learned, tile.batch)[:, :, tile.rows, tile.columns].to(dtype)
-    data = _bias_data(step, tile)
-    if step.form == "bucket":
-        assert table is not None
-        values = table.index_select(1, data.flatten()).view(-1, *data.shape).transpose(0, 1)
+    if data is None:
+        s.copy_(_per_batch(step.learned, tile.batch)[:, :, tile.rows, tile.columns])
+    elif table is None:
+        torch.bmm(step.learned.to(s.dtype).expand(len(s), -1, -1), data, out=s.flatten(2))
+    elif len(s) == 1:  # half again as fast as gather
+        torch.index_select(table, 1, data.flatten(), out=s.view(len(table), -1))
     else:
-        weight = step.learned.to(dtype).expand(data.shape[0], -1, -1)
-        values = torch.bmm(weight, data.to(dtype))  # matmul would fold the batch away, with two copies
-    return values.unflatten(-1, (tile.rows.stop - tile.rows.start, -1))
+        torch.gather(table.expand(len(s), -1, -1), 2, data.expand(-1, len(table), -1), out=s.flatten(2))
 
 
 def _masked_table(step: Step, dtype: torch.dtype) -> Tensor | None:
@@ -109,32 +139,42 @@ def _masked_table(step: Step, dtype: torch.dtype) -> Tensor | None:
     return table
 
 
-def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast and laid out so that products of its tiles need no copies."""
-    return x.to(dtype).contiguous()
-
-
-def _scaled(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """factor * x, as :func:`_contiguous`, in one pass."""
-    return torch.mul(x.to(dtype), factor, out=torch.empty(x.shape, dtype=dtype, device=x.device))
-
-
-def _scores(step: Step, tile: _Tile, scaled_q: Tensor, k: Tensor, table: Tensor | None) -> Tensor:
-    """scale * q k^T + b of one tile [b, H, m, n], -inf where masked."""
-    q_t, k_t = scaled_q[tile.batch, :, tile.rows], k[tile.batch, :, tile.keys]
-    s = torch.matmul(q_t, k_t.transpose(-1, -2))
+def _scores(
+    step: Step, tile: _Tile, q: Tensor, k: Tensor, data: Tensor | None, table: Tensor | None, buffer: Tensor
+) -> Tensor:
+    """scale * q k^T + b of one tile [b * H, m, n] in the buffer, -inf where masked."""
+    s = _tile_of(buffer, q, k)
     if step.form != "none":
-        s += _bias(step, tile, table, s.dtype)
-    if step.bias_mask is not None:
-        s += _additive(_per_batch(step.bias_mask, tile.batch)[:, None, tile.rows, tile.columns], s.dtype)
-    if step.key_padding_mask is not None:
-        s += _additive(step.key_padding_mask[tile.batch, None, None, tile.columns], s.dtype)
+        _set_to_bias(_whole(s, tile.batch), step, tile, data, table)
+    s.baddbmm_(q, k.mT, beta=float(step.form != "none"), alpha=step.scale)
+    for mask in _masks(step, tile):
+        # adding 0 or -inf is several times faster on a CPU than masked_fill_ over all heads
+        _whole(s, tile.batch).add_(s.new_zeros(mask.shape).masked_fill_(mask, -torch.inf))
     return s
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 or -inf; adding it is several times faster on a CPU than masked_fill_ over all heads."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
+def _masks(step: Step, tile: _Tile) -> Iterator[Tensor]:
+    """What is masked beside the bias, bool [b or 1, 1, m or 1, n]."""
+    if step.bias_mask is not None:
+        yield _per_batch(step.bias_mask, tile.batch)[:, None, tile.rows, tile.columns]
+    if step.key_padding_mask is not None:
+        yield step.key_padding_mask[tile.batch, None, None, tile.columns]
+
+
+def _tile_of(buffer: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Room for a value per pair of q [b * H, m, D] and k [b * H, n, D]."""
+    shape = (*q.shape[:2], k.shape[1])
+    return buffer[: math.prod(shape)].view(shape)
+
+
+def _exp_difference_(s: Tensor, pivot: Tensor) -> Tensor:
+    """exp(s - pivot) in place, pivot [b * H, m]; the base changes where numbers are small, which loses no digits."""
+    return s.sub_(pivot.unsqueeze(-1)).mul_(_LOG2E).clamp_min_(_UNDERFLOW).exp2_()
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 for a row that has met no valid key: a finite pivot avoids (-inf) - (-inf)."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _row_keys(step: Step, q: Tensor) -> Tensor | None:
@@ -146,9 +186,9 @@ def _row_keys(step: Step, q: Tensor) -> Tensor | None:
 
 
 def _kept(step: Step, tile: _Tile, row_key: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 where kept, 0 where dropped [b, H, m, n]; multiplying is faster on a CPU than filling by a boolean mask."""
+    """1 where kept, 0 where dropped [b * H, m, n]; multiplying is faster on a CPU than filling by a boolean mask."""
     columns = torch.arange(tile.columns.start, tile.columns.stop, device=row_key.device)
-    return keep_mask(row_key, columns, step.dropout_p).to(dtype)
+    return keep_mask(_part(row_key, tile.batch, tile.rows), columns, step.dropout_p).to(dtype)
 
 
 def attention_step(
@@ -172,39 +212,42 @@ def attention_step(
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     table, row_key = _masked_table(step, compute), _row_keys(step, q)
-    scaled_q, k, v = _scaled(q, step.scale, compute), _contiguous(k, compute), _contiguous(v, compute)
-    for batch, rows, tiles in _row_tiles(step, q):
-        at = (batch, slice(None), rows)
+    q, k, v = q.to(compute), k.to(compute), v.to(compute)
+    sizes = _tile_sizes(step, *q.shape[:3])
+    buffer = q.new_empty(q.shape[1] * math.prod(sizes))
+    for batch, rows, tiles in _row_tiles(step, q, sizes):
+        q_t = _part(q, batch, rows)
         state = None
         if not first:
             assert m is not None and l is not None and acc is not None
-            state = _State(m[at], l[at], acc[at])
+            state = _State(*(_part(x, batch, rows).clone() for x in (m, l, acc)))
         for tile in tiles:
-            s = _scores(step, tile, scaled_q, k, table)
+            data = _bias_data(step, tile, compute)
+            s = _scores(step, tile, q_t, _part(k, batch, tile.keys), data, table, buffer)
             m_new = s.amax(dim=-1) if state is None else torch.maximum(state.m, s.amax(dim=-1))
-            # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
-            pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            p = s.sub_(pivot.unsqueeze(-1)).exp_()
+            pivot = _finite(m_new)
+            p = _exp_difference_(s, pivot)
             l_new = p.sum(dim=-1)
             if row_key is not None:
-                p *= _kept(step, tile, row_key[at], compute)
-            acc_new = torch.matmul(p, v[tile.batch, :, tile.keys])
+                p *= _kept(step, tile, row_key, compute)
+            acc_new = _matmul(p, _part(v, batch, tile.keys))
             if state is not None:
                 rescale = (state.m - pivot).exp_()
                 l_new += state.l * rescale
                 acc_new += state.acc * rescale.unsqueeze(-1)
             state = _State(m_new, l_new, acc_new)
         if state is None:  # the first step brings no keys
-            zeros = torch.zeros_like(scaled_q[at])
+            zeros = torch.zeros_like(q_t)
             state = _State(zeros[..., 0] - torch.inf, zeros[..., 0], zeros)
+        at = (batch, slice(None), rows)
         if last:
             assert out is not None and lse is not None
             normaliser = state.l if row_key is None else state.l * (1.0 - step.dropout_p)
-            out[at] = state.acc / normaliser.masked_fill(state.l == 0.0, 1.0).unsqueeze(-1)
-            lse[at] = state.m + state.l.log()
+            out[at] = _whole(state.acc / normaliser.masked_fill(state.l == 0.0, 1.0).unsqueeze(-1), batch)
+            lse[at] = _whole(state.m + state.l.log(), batch)
         else:
             assert m is not None and l is not None and acc is not None
-            m[at], l[at], acc[at] = state
+            m[at], l[at], acc[at] = (_whole(x, batch) for x in state)
 
 
 def attention_step_backward(
@@ -228,44 +271,44 @@ def attention_step_backward(
     """
     compute = dq.dtype
     table, row_key = _masked_table(step, compute), _row_keys(step, q)
-    scaled_q, k, v = _scaled(q, step.scale, compute), _contiguous(k, compute), _contiguous(v, compute)
+    q, k, v, d_out = q.to(compute), k.to(compute), v.to(compute), d_out.to(compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
-    d_out = _scaled(d_out, keep_scale, compute)
-    for batch, rows, tiles in _row_tiles(step, q):
-        at = (batch, slice(None), rows)
-        q_t, d_out_t = scaled_q[at], d_out[at]
-        pivot = lse[at].masked_fill(lse[at] == -torch.inf, 0.0).unsqueeze(-1)
-        delta_t = delta[at].unsqueeze(-1)
+    sizes = _tile_sizes(step, *q.shape[:3])
+    buffers = q.new_empty(2, q.shape[1] * math.prod(sizes))
+    pivot, delta = _finite(lse), delta.unsqueeze(-1)
+    for batch, rows, tiles in _row_tiles(step, q, sizes):
+        q_t, d_out_t = _part(q, batch, rows), _part(d_out, batch, rows)
+        pivot_t, delta_t = _part(pivot, batch, rows), _part(delta, batch, rows)
         for tile in tiles:
-            keys = (tile.batch, slice(None), tile.keys)
-            p = _scores(step, tile, scaled_q, k, table).sub_(pivot).exp_()
-            dp = torch.matmul(d_out_t, v[keys].transpose(-1, -2))
-            p_kept = p
+            k_t, v_t = _part(k, batch, tile.keys), _part(v, batch, tile.keys)
+            data = _bias_data(step, tile, compute)
+            p = p_kept = _exp_difference_(_scores(step, tile, q_t, k_t, data, table, buffers[0]), pivot_t)
+            dp = _tile_of(buffers[1], q_t, k_t).baddbmm_(d_out_t, v_t.mT, beta=0.0, alpha=keep_scale)
             if row_key is not None:
-                kept = _kept(step, tile, row_key[at], compute)
+                kept = _kept(step, tile, row_key, compute)
                 dp *= kept
                 p_kept = kept.mul_(p)
-            dv[keys] += torch.matmul(p_kept.transpose(-1, -2), d_out_t)
+            _add(dv, tile.batch, tile.keys, _matmul(p_kept.mT, d_out_t), keep_scale)
             ds = dp.sub_(delta_t).mul_(p)
-            dq[at].add_(torch.matmul(ds, k[keys]), alpha=step.scale)
-            dk[keys] += torch.matmul(ds.transpose(-1, -2), q_t)
+            _add(dq, tile.batch, tile.rows, _matmul(ds, k_t), step.scale)
+            _add(dk, tile.batch, tile.keys, _matmul(ds.mT, q_t), step.scale)
             if d_learned is not None:
-                _add_bias_gradient(step, tile, ds, d_learned)
+                _add_bias_gradient(step, tile, _whole(ds, tile.batch), data, d_learned)
 
 
-def _add_bias_gradient(step: Step, tile: _Tile, ds: Tensor, d_learned: Tensor) -> None:
+def _add(total: Tensor, batch: slice, rows: slice, share: Tensor, factor: float) -> None:
+    """Add factor * share [b * H, n, D] to these rows of total [B, H, N, D]."""
+    total[batch, :, rows].add_(_whole(share, batch), alpha=factor)
+
+
+def _add_bias_gradient(step: Step, tile: _Tile, ds: Tensor, data: Tensor | None, d_learned: Tensor) -> None:
     """Add one tile's share, from ds [b, H, m, n]."""
-    if step.form == "dense":
+    if data is None:
         region = _per_batch(d_learned, tile.batch)[:, :, tile.rows, tile.columns]
         region += ds.sum_to_size(region.shape)
-        return
-    data = _bias_data(step, tile)
-    ds = ds.flatten(-2)
-    if data.shape[0] == 1:
-        ds = ds.sum(dim=0, keepdim=True)
-    if step.form == "projected":
-        d_learned += torch.matmul(ds, data.to(ds.dtype).transpose(-1, -2)).sum(dim=0)
-        return
-    sums = ds.new_zeros(ds.shape[1], MASKED_BUCKET + 1)
-    sums.scatter_add_(1, data.flatten().long().expand(ds.shape[1], -1), ds.transpose(0, 1).flatten(1))
-    d_learned += sums[:, : d_learned.shape[1]]
+    elif step.form == "projected":
+        d_learned += torch.bmm(ds.flatten(2), data.mT).sum(dim=0)
+    else:
+        sums = ds.new_zeros(*ds.shape[:2], MASKED_BUCKET + 1)
+        sums.scatter_add_(2, data.expand(-1, ds.shape[1], -1), ds.flatten(2))
+        d_learned += sums[..., : d_learned.shape[1]].sum(dim=0)
