@@ -1,6 +1,9 @@
 """Forward and backward of biased attention on a CPU, beside plain PyTorch, in one run.
 
-    python -m bench.cpu_attention
+    OMP_WAIT_POLICY=passive python -m bench.cpu_attention
+
+Threads that wait for each other actively lose a time slice at every operation if anything else runs; set passively,
+the figures hold on a machine that is not idle.
 
 Every contender gets the data of the bias (bucket index or channels) and what is learned (table, weight or dense
 values), builds its bias from them, and returns the gradients of q, k, v and the learned part. ``eager`` and ``sdpa``
@@ -8,11 +11,12 @@ hold the bias [B, H, N, N], built in the fastest of the usual ways; SDPA takes i
 Values and gradients are compared with the reference in fp64 first; then the contenders take turns, so that a busy
 machine slows all of them.
 
-Fixed: fp32, seed 0, no masks, no dropout, 32 buckets, 4 channels, 2 warm-up rounds, 11 rounds.
+Fixed: fp32, seed 0, no masks, no dropout, 32 buckets, 4 channels, 2 warm-up rounds, 9 rounds.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +30,7 @@ import megagraph as mg
 from bench.provenance import write_rows
 from megagraph.attention.bias import Bias
 
-SEED, WARMUP_ROUNDS, ROUNDS = 0, 2, 11
+SEED, WARMUP_ROUNDS, ROUNDS = 0, 2, 9
 SHAPES = ((1, 8, 2048, 64), (64, 32, 144, 4), (256, 8, 32, 8))  # B, H, N, D
 NUM_BUCKETS, NUM_CHANNELS = 32, 4
 LEARNED = {"bucket": "table", "projected": "weight", "dense": "values"}
@@ -104,6 +108,7 @@ def measure(form: str, shape: tuple[int, int, int, int]) -> dict:
             if round_ >= WARMUP_ROUNDS:
                 milliseconds[name].append((time.perf_counter() - started) * 1e3)
     row = {"form": form, "B": B, "H": H, "N": N, "D": D, "unit": "ms", "dtype": "fp32", "relative_error": errors}
+    row["wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
     for name, times in milliseconds.items():
         row[name] = {"median": float(np.median(times)), "range": [min(times), max(times)]}
     for name in ("eager", "sdpa"):
