@@ -72,7 +72,7 @@ def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:
     stage = pipeline.stage.eval()
     total = torch.zeros(loader.num_nodes, stage.model.config.num_classes, device=stage.device)
     for batch in loader.epoch(0):
-        batch = batch.to(stage.device, non_blocking=True)
+        batch = stage.receive(batch)
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0

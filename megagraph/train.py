@@ -247,7 +247,7 @@ class _Epochs:
         learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        batch = batch.to(self.pipeline.stage.device, non_blocking=True)
+        batch = self.pipeline.stage.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
         loss, gradient_norm = train_step(self.pipeline, self.optimizer, batch, keys, config.clip_norm)
         if not np.isfinite(loss):

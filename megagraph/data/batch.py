@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagraph.attention.bias import align_columns
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, coarsen, partition
 from megagraph.data.datasets import Graph
@@ -95,8 +96,15 @@ class Batch:
             "dropout_key": dropout_key,
         }
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def to(
+        self, device: torch.device | str, *, kernel_dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> Batch:
+        """The batch on ``device``; for the kernels, channels in their dtype and structure laid out for wide loads."""
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if kernel_dtype is None:
+            return batch
+        structure = batch.structure.to(kernel_dtype) if batch.structure.is_floating_point() else batch.structure
+        return replace(batch, structure=align_columns(structure))
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)

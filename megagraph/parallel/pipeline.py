@@ -51,6 +51,11 @@ class Stage(nn.Module):
         """Of what goes from stage to stage."""
         return torch.bfloat16 if self.autocast else next(self.parameters()).dtype
 
+    def receive(self, batch: Batch) -> Batch:
+        """The batch on this device."""
+        kernel_dtype = self.hidden_dtype if self.device.type == "cuda" else None
+        return batch.to(self.device, kernel_dtype=kernel_dtype, non_blocking=True)
+
     def forward(
         self,
         x: Tensor | None = None,

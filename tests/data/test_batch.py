@@ -253,6 +253,14 @@ def test_share_refuses(options, message):
         Share(**options)
 
 
+def test_structure_for_the_kernels_is_aligned(ego):
+    batch = ego.build(np.array([1]), np.ones(400, bool), np.random.default_rng(0))
+    structure = batch.to("cpu", kernel_dtype=torch.bfloat16).structure
+    expected = batch.structure.bfloat16() if batch.structure.is_floating_point() else batch.structure
+    assert structure.dtype == expected.dtype and torch.equal(structure, expected)
+    assert structure.shape[-1] % 16 and all(stride % 16 == 0 for stride in structure.stride()[:-1])
+
+
 def test_to_and_slots_keep_every_field(ego):
     batch = ego.build(np.array([1]), np.ones(400, bool), np.random.default_rng(0))
     moved = batch.to("meta", non_blocking=True)
