@@ -167,7 +167,11 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
     row: dict[str, Any] = {
         "arch": arch,
         "variant": variant.name,
-        "tiles": {key: size for key, size in sizes.items() if key.endswith(("_M", "_N", "num_warps", "num_stages"))},
+        "tiles": {
+            key: size
+            for key, size in sizes.items()
+            if key in ("GROUP", "num_warps", "num_stages") or key[-2:] in ("_H", "_M", "_N")
+        },
         "shared": binary.metadata.shared,
     }
     if "cubin" not in binary.asm:

@@ -39,7 +39,7 @@ BWD = {  # KEY_M, KEY_N, QUERY_M, QUERY_N, warps
 # exact fp32 products run outside the tensor cores, with operands in registers: no search
 FP32 = {
     "fwd": {"BLOCK_M": 32, "BLOCK_N": 32},
-    "bwd": {"KEY_M": 32, "KEY_N": 32, "QUERY_M": 32, "QUERY_N": 32, "TABLE_M": 16, "TABLE_N": 16},
+    "bwd": {"KEY_M": 32, "KEY_N": 32, "QUERY_M": 32, "QUERY_N": 32, "TABLE_H": 8, "TABLE_M": 16, "TABLE_N": 16},
 }
 
 
@@ -50,7 +50,8 @@ def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
         return [dict(zip(names, size, strict=True)) | {"num_stages": 2} for size in sizes]
     names = ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "num_warps")
     sizes = next(sizes for most, sizes in BWD.items() if head_dim <= most)
-    table = {"TABLE_M": 16, "TABLE_N": 32 if head_dim <= 64 else 16, "num_stages": 2}
+    table = {"TABLE_H": 8 if head_dim <= 128 else 4, "TABLE_M": 16, "TABLE_N": 32 if head_dim <= 64 else 16}
+    table |= {"num_stages": 2}
     return [dict(zip(names, size, strict=True)) | table for size in sizes]
 
 

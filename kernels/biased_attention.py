@@ -211,7 +211,7 @@ def launch_step_bwd(
     query_tiles = triton.cdiv(M, blocks["QUERY_M"])
     key_tiles = sum(triton.cdiv(length, blocks["KEY_N"]) for _, _, length in segments)
     table_tiles, table_programs = 0, 0
-    group = 8  # heads of a table program
+    group = blocks["TABLE_H"]
     num_learned = 1 if form in ("none", "dense") else learned.shape[1]
     block_r = max(16, triton.next_power_of_2(num_learned))
 
@@ -234,7 +234,7 @@ def launch_step_bwd(
         backward.step_bwd[(key_programs + query_programs + table_programs,)](
             operands, _strided(d_out), lse, delta, _strided(dq), _strided(dk), _strided(dv), grad,
             key_programs, key_tiles, query_programs, query_tiles, table_tiles, B // planes_b, H // planes_h,
-            BLOCK_C=max(2, triton.next_power_of_2(num_learned)), TABLE_H=group, BLOCK_R=block_r,
+            BLOCK_C=max(2, triton.next_power_of_2(num_learned)), BLOCK_R=block_r,
             SHARED=shared, ACCUMULATE=accumulate, WARPS=blocks["num_warps"],
             **blocks,
         )  # fmt: skip

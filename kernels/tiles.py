@@ -50,8 +50,8 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
         row for row in _rows(arch) if (row["kernel"], row["form"], row["itemsize"]) == (kernel, form, min(itemsize, 4))
     )
     row = min((row for row in fits if row["head_dim"] >= D), key=lambda row: row["head_dim"])
-    edges = {name: max(16, triton.next_power_of_2(M if name.endswith("_M") else N)) for name in row["tiles"]}
-    return {name: size if name.startswith("num_") else min(size, edges[name]) for name, size in row["tiles"].items()}
+    most = {"_M": max(16, triton.next_power_of_2(M)), "_N": max(16, triton.next_power_of_2(N))}
+    return {name: min(size, most.get(name[-2:], size)) for name, size in row["tiles"].items()}
 
 
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path

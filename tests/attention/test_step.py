@@ -50,7 +50,7 @@ def small_tiles(monkeypatch):
     edges = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "TABLE_M", "TABLE_N")}
 
     def choose(kernel, *args):
-        return dict.fromkeys(edges[kernel], 16) | {"num_warps": 1, "num_stages": 1}
+        return dict.fromkeys(edges[kernel], 16) | {"TABLE_H": 8, "num_warps": 1, "num_stages": 1}
 
     monkeypatch.setattr(kernels.tiles, "choose", choose)
     monkeypatch.setattr(blocked, "ELEMENTS_PER_THREAD", 16 * 16)
