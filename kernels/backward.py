@@ -142,6 +142,7 @@ def _query_tile(
     if x.THRESHOLD > 0:
         dp = tl.where(dropped(x, keys[:, None], (col + offs_n)[None, :]), 0.0, dp * x.KEEP_SCALE)
     ds = p * (dp - delta)  # 0 for a masked pair, whose p is 0
+    dq = add_dot(dq, ds, k)
     inside = in_rows[:, None] & in_cols[None, :] if MASKED else in_rows[:, None]
     if d_learned is not None and x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = d_learned.strides
@@ -156,7 +157,7 @@ def _query_tile(
         for c in tl.static_range(x.NUM_CHANNELS):
             channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
             sums += tl.where(offs_c == c, tl.sum(ds * channel, axis=1, keep_dims=True), 0.0)
-    return add_dot(dq, ds, k), sums
+    return dq, sums
 
 
 @triton.jit

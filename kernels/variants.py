@@ -53,9 +53,9 @@ FACTORS: dict[str, tuple] = {
 
 def defaults() -> list[Variant]:
     """What training runs, at the head dims of the benchmarks."""
-    return [
-        Variant(kernel, form, head_dim=D) for D in (4, 8, 32, 64, 128) for form in FORMS for kernel in ("fwd", "bwd")
-    ]
+    shapes = [(D, "long") for D in (4, 8, 32, 64)] + [(D, "short") for D in (4, 8)]
+    kernels = itertools.product(shapes, FORMS, ("fwd", "bwd"))
+    return [Variant(kernel, form, head_dim=D, path=path) for (D, path), form, kernel in kernels]
 
 
 def cover() -> list[Variant]:
