@@ -69,7 +69,7 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
 
 
 def hidden_dropout(x: Tensor, p: float, key: Tensor | None, layout: NodeLayout) -> Tensor:
-    """Dropout of hidden states x [B, M, d]; one byte an element is kept for backward.
+    """Dropout of hidden states x [B, M, d]; on CUDA one kernel, elsewhere one byte an element is kept for backward.
 
     Args:
         p: probability to drop, in [0, 1).
@@ -78,7 +78,38 @@ def hidden_dropout(x: Tensor, p: float, key: Tensor | None, layout: NodeLayout) 
     """
     if key is None or p == 0.0:
         return x
+    if x.is_cuda:
+        row_ids = None if layout.world_size == 1 else layout.row_ids(x.device)[: x.shape[1]]
+        return _hidden_dropout(x, p, key, row_ids)
     return _HiddenDropout.apply(x, p, key, layout.row_ids(x.device)[: x.shape[1]])
+
+
+@torch.library.custom_op("megagraph::hidden_dropout", mutates_args=())
+def _hidden_dropout(x: Tensor, p: float, key: Tensor, row_ids: Tensor | None) -> Tensor:
+    """The kernel; its gradient is the same dropout of d_out. ``row_ids``: integer [M], None where they are 0, 1, ..."""
+    from megagraph.kernels.hidden_dropout import launch_hidden_dropout
+
+    out = torch.empty_like(x)
+    if x.numel():
+        launch_hidden_dropout(x, out, p, key, row_ids)
+    return out
+
+
+@_hidden_dropout.register_fake
+def _(x, p, key, row_ids):
+    return torch.empty_like(x)
+
+
+def _setup_context(ctx, inputs, output):
+    _, ctx.p, *tensors = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, d_out):
+    return _hidden_dropout(d_out, ctx.p, *ctx.saved_tensors), None, None, None
+
+
+_hidden_dropout.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _HiddenDropout(torch.autograd.Function):
