@@ -3,16 +3,22 @@
 Work is counted per score element (b, h, i, j), by hand and at its least: every input read once and every output
 written once, matrix products on tiles padded to what the tensor cores take, one exponential per score. The floor is
 that of the busiest unit. Not counted: L2 bandwidth, launches, latency, tails.
+
+Beside it stands what our own kernels need for issuing their instructions, as bench/compile_report.py counted them.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from bench.provenance import RESULTS
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS, Case
+from megagraph.kernels.variants import Variant
 
 _SM, _HZ = 132, 1.98e9
 
@@ -21,6 +27,7 @@ _SM, _HZ = 132, 1.98e9
 class Rates:
     """What one device does in a second."""
 
+    arch: str
     hbm: float  # bytes, read and written
     tensor: float  # bf16 or fp16 floating point operations
     exp: float  # results of the special function units
@@ -33,6 +40,7 @@ class Rates:
 
 RATES = {
     "NVIDIA H200": Rates(
+        arch="sm_90",
         hbm=4.3e12,  # measured: device-to-device copy
         tensor=790e12,  # measured: 8192^3 bf16 product of random matrices
         # per SM and clock: CUDA C++ programming guide, arithmetic throughput for compute capability 9.0
@@ -76,6 +84,29 @@ def _floor(case: Case, backward: bool, rates: Rates) -> Floor:
 def issue_slot_seconds(instructions_per_element: float, elements: int, rates: Rates) -> float:
     """Time to issue the instructions of an inner loop, counted in its SASS per lane and score element."""
     return instructions_per_element * elements / rates.issue
+
+
+def our_issue_seconds(case: Case, direction: str, rates: Rates | None) -> float | None:
+    """:func:`issue_slot_seconds` of all loops of our kernels; None: not counted for this case.
+
+    Of tiles without masks, on a long sequence: what overruns the last tile, and smaller tiles, take more.
+    """
+    if rates is None:
+        return None
+    kernels = {"forward": ("fwd",), "backward": ("bwd",), "forward_backward": ("fwd", "bwd")}[direction]
+    names = [Variant(kernel, case.form, case.dtype_name, case.D).name for kernel in kernels]
+    counts = loop_instructions(rates.arch)
+    if not all(name in counts for name in names):
+        return None
+    return issue_slot_seconds(sum(counts[name] for name in names), case.elements, rates)
+
+
+@functools.cache
+def loop_instructions(arch: str) -> dict[str, float]:
+    """Instructions per score and lane of the committed compilation, summed over the loops of each variant."""
+    path = RESULTS / "compile" / f"{arch}.json"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {row["variant"]: sum(loop["instructions"] for loop in row["loops"] if not loop["masked"]) for row in rows}
 
 
 def work(case: Case, backward: bool) -> dict[str, float]:

@@ -36,10 +36,12 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_rows(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Write rows to bench/results/DEVICE/NAME.json, each with its provenance; DEVICE is cpu, nvidia-h200, ..."""
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
-    path = RESULTS / device / f"{name}.json"
+def write_rows(name: str, rows: list[dict[str, Any]], folder: str | None = None) -> Path:
+    """Write rows to bench/results/FOLDER/NAME.json, each with its provenance; without ``folder`` the device's, which is
+    cpu, nvidia-h200, ..."""
+    if folder is None:
+        folder = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+    path = RESULTS / folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     origin = provenance()
     path.write_text(json.dumps([row | origin for row in rows], indent=1) + "\n")

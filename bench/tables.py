@@ -34,7 +34,8 @@ def _backward(rows: list[Row]) -> list[Row]:
     result = []
     for key, row in both.items():
         if key in forward and row.get("floor") is not None:
-            less = {name: row[name] - forward[key][name] for name in ("median", "floor")}
+            first = forward[key]
+            less = {name: row[name] - first[name] for name in ("median", "floor", "issue") if first.get(name)}
             result.append(row | less | {"direction": "backward"})
     return result
 
@@ -76,7 +77,7 @@ def _shape(row: Row) -> str:
 
 
 def five_shapes(rows: list[Row]) -> str:
-    """The fastest of ours against the floor and the fastest peer."""
+    """The fastest of ours against the floor, against the time to issue its instructions too, and the fastest peer."""
     rows = _timed(rows, series="shapes")
     body = []
     for case, direction in product(dict.fromkeys(map(_case, rows)), ("forward", "backward", "forward_backward")):
@@ -86,14 +87,16 @@ def five_shapes(rows: list[Row]) -> str:
         if ours is None:
             continue
         cells = [_shape(ours), ours["form"], _words(direction), _ms(_median(ours)), _words(ours["contender"])]
-        floor = ours.get("floor")
+        floor, issue = ours.get("floor"), ours.get("issue")
         cells += ["-", "-"] if floor is None else [f"{floor / _median(ours):.0%}", f"{_median(ours) / floor:.2f}"]
+        cells += ["-", "-"] if issue is None else [_ms(issue), f"{_median(ours) / max(floor or 0.0, issue):.2f}"]
         if peer is None:
             cells += ["-"] * 3
         else:
             cells += [_words(peer["contender"]), _ms(_median(peer)), f"{_median(peer) / _median(ours):.2f}"]
         body.append(cells)
-    head = ["B, H, N, D", "bias", "direction", "ours, ms", "which", "of floor", "x floor", "best peer", "ms", "faster"]
+    head = ["B, H, N, D", "bias", "direction", "ours, ms", "which", "of floor", "x floor", "issue, ms", "x either"]
+    head += ["best peer", "ms", "faster"]
     return _table(head, body)
 
 

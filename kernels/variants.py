@@ -15,7 +15,7 @@ FORMS = ("none", "dense", "bucket", "projected")
 class Variant(NamedTuple):
     """One compiled kernel. Factors that a kernel does not have are ignored."""
 
-    kernel: str  # "fwd" or "bwd"
+    kernel: str  # "fwd", "bwd" or "hidden_dropout"
     form: str
     dtype: str = "bfloat16"
     head_dim: int = 64
@@ -26,6 +26,7 @@ class Variant(NamedTuple):
     rows_first: bool = True  # memory of q, k, v is [B, N, H, D], as projections leave it; else [B, H, N, D]
     plane: str = "own"  # dense backward: every head has a plane of its own, or "shared" by all
     path: str = "long"  # or "short", several heads of a short sequence to a program; then step and aligned are ignored
+    learned_grad: bool = True  # backward: the gradient of the learned part of the bias is wanted
 
     @property
     def name(self) -> str:
@@ -33,6 +34,7 @@ class Variant(NamedTuple):
         flags = [name for name in ("dropout", "padding") if getattr(self, name)]
         flags += [word for word, plain in (("odd", self.aligned), ("heads_first", self.rows_first)) if not plain]
         flags += [word for word in (self.plane, self.path) if word in ("shared", "short")]
+        flags += [] if self.learned_grad else ["frozen"]
         return "-".join([self.kernel, self.form, self.dtype, f"D{self.head_dim}", self.step, *flags])
 
 
@@ -48,14 +50,18 @@ FACTORS: dict[str, tuple] = {
     "rows_first": (True, False),
     "plane": ("own", "shared"),
     "path": ("long", "short"),
+    "learned_grad": (True, False),
 }
 
 
 def defaults() -> list[Variant]:
-    """What training runs, at the head dims of the benchmarks."""
-    shapes = [(D, "long") for D in (4, 8, 32, 64)] + [(D, "short") for D in (4, 8)]
-    kernels = itertools.product(shapes, FORMS, ("fwd", "bwd"))
-    return [Variant(kernel, form, head_dim=D, path=path) for (D, path), form, kernel in kernels]
+    """What training runs, at the head dims of the benchmarks; a frozen projection stands before the learned one, whose
+    gradient is what comes on top."""
+    variants = [Variant("hidden_dropout", "none", dropout=True)]
+    for D in (4, 8, 32, 64, 128):
+        variants += [Variant("bwd", "projected", head_dim=D, learned_grad=False)]
+        variants += [Variant(kernel, form, head_dim=D) for form in FORMS for kernel in ("fwd", "bwd")]
+    return variants
 
 
 def cover() -> list[Variant]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import measure, tables
-from bench.floors import RATES, floor, issue_slot_seconds
+from bench import compile_report, floors, measure, tables
+from bench.floors import RATES, floor, issue_slot_seconds, our_issue_seconds
 from bench.peers import CONTENDERS, Contender, _torch, eager
 from bench.shapes import Case, square
 
@@ -84,11 +84,62 @@ def test_issue_slots():
     assert issue_slot_seconds(8.0, elements, H200) == pytest.approx(elements / H200.exp)
 
 
+def compiled(variant: str, form: str, **passes: float) -> dict:
+    """A row of the compile report; masked tiles and spills are there to be left out, or found."""
+    loops = [{"pass": name, "masked": False, "instructions": count, "spills": 0} for name, count in passes.items()]
+    loops.append({"pass": "fwd_tile", "masked": True, "instructions": 99.0, "spills": 0})
+    row = {"arch": "sm_90", "variant": variant, "form": form, "head_dim": 64, "shared": 0, "loops": loops}
+    return row | {"learned_grad": None}
+
+
+def test_issue_seconds_are_those_of_the_committed_counts(tmp_path, monkeypatch):
+    rows = [
+        compiled("fwd-bucket-bfloat16-D64-only", "bucket", fwd_tile=13.0),
+        compiled("bwd-bucket-bfloat16-D64-only", "bucket", key_tile=14.0, query_tile=11.0, table_tile=27.0),
+    ]
+    (tmp_path / "compile").mkdir()
+    (tmp_path / "compile" / "sm_90.json").write_text(json.dumps(rows))
+    monkeypatch.setattr(floors, "RESULTS", tmp_path)
+    floors.loop_instructions.cache_clear()
+    case = Case(1, 8, 512, 512, 64, "bucket", torch.bfloat16)
+    for direction, count in (("forward", 13.0), ("backward", 52.0), ("forward_backward", 65.0)):
+        seconds = our_issue_seconds(case, direction, H200)
+        assert seconds == pytest.approx(count * case.elements / H200.issue)
+    assert our_issue_seconds(Case(1, 8, 512, 512, 16, "bucket", torch.bfloat16), "forward", H200) is None
+    assert our_issue_seconds(case, "forward", None) is None
+    floors.loop_instructions.cache_clear()
+
+
+def test_budget_of_instructions():
+    frozen = compiled("bwd-projected-bfloat16-D64-only-frozen", "projected", query_tile=17.5)
+    learned = compiled("bwd-projected-bfloat16-D64-only", "projected", query_tile=53.0)
+    assert compile_report.learned_grad(learned, frozen) == 35.5
+    assert compile_report.learned_grad(compiled("bwd", "bucket", table_tile=27.0), None) == 27.0
+    assert compile_report.learned_grad(frozen, None) is None
+
+    learned["learned_grad"] = 35.5
+    forward = compiled("fwd-dense-bfloat16-D64-only", "dense", fwd_tile=10.6)
+    faults = compile_report.over_budget([learned, frozen, forward])
+    assert [fault.rpartition(" instructions")[0] for fault in faults] == [
+        "sm_90 bwd-projected-bfloat16-D64-only learned_grad: 35.5",
+        "sm_90 fwd-dense-bfloat16-D64-only fwd_tile: 10.6",
+    ]
+    wide = forward | {"head_dim": 128, "shared": 1 << 20}
+    wide["loops"][0]["spills"] = 2
+    memory, spills = compile_report.over_budget([wide])
+    assert "1048576 bytes of shared memory" in memory and spills.endswith("fwd_tile: 2 spills")
+
+
 def test_floor_and_fraction_reach_the_table():
     row = {"series": "shapes", "contender": "megagraph_triton", "device": "NVIDIA H200", "median": 2e-3, "floor": 1e-3}
     row |= {name: 8 for name in "BHMND"} | {"form": "dense", "dtype": "bfloat16", "direction": "forward"}
     peer = row | {"contender": "eager", "median": 6e-3}
-    assert "| 2 | megagraph triton | 50% | 2.00 | eager | 6 | 3.00 |" in tables.five_shapes([row, peer])
+    assert "| 2 | megagraph triton | 50% | 2.00 | - | - | eager | 6 | 3.00 |" in tables.five_shapes([row, peer])
+    both = row | {"direction": "forward_backward", "median": 7e-3, "floor": 3e-3, "issue": 5e-3}
+    rows = [row | {"issue": 1.6e-3}, both]
+    table = tables.five_shapes(rows + tables._backward(rows))
+    assert "| 2 | megagraph triton | 50% | 2.00 | 1.6 | 1.25 |" in table
+    assert "| backward | 5 | megagraph triton | 40% | 2.50 | 3.4 | 1.47 |" in table
 
 
 def wrong(form, q, k, v, data, *learned):

@@ -52,7 +52,8 @@ def steps_of(variant: Variant, N: int):
 def test_values(variant):
     problem = problem_of(variant)
     steps = None if variant.path == "short" else steps_of(variant, problem.k.shape[2])
-    assert_matches(run_steps(problem, steps, impl=f"triton_{variant.path}"), problem)
+    got = run_steps(problem, steps, learned_grad=variant.learned_grad, impl=f"triton_{variant.path}")
+    assert_matches(got, problem, learned_grad=variant.learned_grad)
 
 
 def test_cover_has_every_pair():
