@@ -20,7 +20,10 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -58,7 +61,7 @@ class _StubDriver:
         from triton.backends.compiler import GPUTarget
 
         self.target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
-        self.device = ARCHS.index(arch)  # binaries are kept per device
+        self.device = int(re.sub(r"\D", "", arch))  # binaries are kept per device
 
     def get_current_target(self):
         return self.target
@@ -70,18 +73,18 @@ class _StubDriver:
         return 0
 
 
-def _launch(variant: Variant) -> None:
-    """Launch the variant's kernel on uninitialised tensors of the benchmarks' kind."""
+def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
+    """A launch of the variant's kernel on uninitialised tensors of the benchmarks' kind."""
     from megagraph.kernels import biased_attention as kernels
     from megagraph.kernels.hidden_dropout import launch_hidden_dropout
 
     dtype, form = getattr(torch, variant.dtype), variant.form
     short = variant.path == "short"
     D = min(variant.head_dim, 16) if short else variant.head_dim  # wider heads take the long path
-    N = 32 if short else 1024
+    N = 32 if short else N
     if variant.kernel == "hidden_dropout":
         x, key = torch.empty(B, N, H * D, dtype=dtype), torch.empty(B, dtype=torch.int32)
-        return launch_hidden_dropout(x, torch.empty_like(x), 0.1, key, None)
+        return partial(launch_hidden_dropout, x, torch.empty_like(x), 0.1, key, None)
     columns = N if variant.aligned or short else N - 1
 
     def rows(dtype=dtype):
@@ -121,17 +124,29 @@ def _launch(variant: Variant) -> None:
         if not (first and last):
             carried = dict(m=torch.empty(B, H, N), l=torch.empty(B, H, N), acc=torch.empty(B, H, N, D))
         result = dict(out=rows(), lse=lse) if last else dict(out=None, lse=None)
-        kernels.launch_step_fwd(rows(), rows(), rows(), **step, first=first, last=last, **carried, **result)
-        return
+        step |= dict(first=first, last=last, **carried, **result)
+        return partial(kernels.launch_step_fwd, rows(), rows(), rows(), **step)
     d_learned = None
     if learned is not None and variant.learned_grad:
         d_learned = torch.empty(learned.shape, dtype=dtype if form == "dense" and planes == (B, H) else torch.float32)
     accumulate = step_name != "only"
     sums = {name: rows(torch.float32 if accumulate else dtype) for name in ("dq", "dk", "dv")}
-    kernels.launch_step_bwd(
-        rows(), rows(), rows(), **step, d_out=rows(), lse=lse, delta=delta, **sums, d_learned=d_learned,
-        accumulate=accumulate,
-    )  # fmt: skip
+    step |= dict(d_out=rows(), lse=lse, delta=delta, **sums, d_learned=d_learned, accumulate=accumulate)
+    return partial(kernels.launch_step_bwd, rows(), rows(), rows(), **step)
+
+
+@contextmanager
+def fixed_tiles(tiles: dict[str, int] | None) -> Iterator[None]:
+    """Launches take these tiles, unless None, instead of the table's."""
+    from megagraph.kernels import tiles as table
+
+    choose = table.choose
+    if tiles is not None:
+        table.choose = lambda *args: tiles
+    try:
+        yield
+    finally:
+        table.choose = choose
 
 
 PASSES = {  # function of the inner loop: the keywords of the launch that size its tile
@@ -150,7 +165,6 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
 
     from bench.sass import read_cubin
     from megagraph.kernels import backward, forward, hidden_dropout, short
-    from megagraph.kernels import tiles as table
 
     module, name = {
         "fwd": (forward, "step_fwd"),
@@ -159,7 +173,7 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
     }[variant.kernel]
     if variant.path == "short":
         module, name = short, f"short_{variant.kernel}"
-    kernel, choose = getattr(module, name), table.choose
+    kernel = getattr(module, name)
     driver = triton.runtime.driver
     active = driver._active
     stand_in = _Compiled(kernel)
@@ -167,12 +181,10 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
     try:
         driver.set_active(_StubDriver(arch))
         setattr(module, name, stand_in)
-        if tiles is not None:
-            table.choose = lambda *args: tiles
-        _launch(variant)
+        with fixed_tiles(tiles):
+            prepare(variant)()
     finally:
         setattr(module, name, kernel)
-        table.choose = choose
         driver._active = active  # reset_active() raises where there is no GPU
     binary, sizes = stand_in.binary, stand_in.sizes
     row: dict[str, Any] = {

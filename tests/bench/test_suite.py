@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compile_report, floors, measure, tables
+from bench import compile_report, floors, measure, tables, tune
 from bench.floors import RATES, floor, issue_slot_seconds, our_issue_seconds
 from bench.peers import CONTENDERS, Contender, _torch, eager
 from bench.shapes import Case, square
@@ -128,6 +129,20 @@ def test_budget_of_instructions():
     wide["loops"][0]["spills"] = 2
     memory, spills = compile_report.over_budget([wide])
     assert "1048576 bytes of shared memory" in memory and spills.endswith("fwd_tile: 2 spills")
+
+
+def test_tiles_are_chosen_by_instructions_or_by_time(monkeypatch):
+    results = [
+        {"tiles": {"BLOCK_M": edge}, "total": total, "instructions": 9.0, "spills": 0, "registers": registers}
+        for edge, total, registers in ((16, 9.02, 90), (32, 9.01, 99), (64, math.inf, 80))
+    ]
+    tiles, why = tune.fewest_instructions(results)
+    assert tiles == {"BLOCK_M": 16} and why == "9.0 instructions per score, 90 registers; not timed"
+
+    monkeypatch.setattr(tune, "microseconds", lambda *job: {16: 7.0, 32: 5.25, 64: math.inf}[job[-1]["BLOCK_M"]])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    tiles, why = tune.fastest("fwd", "none", 32, results)
+    assert tiles == {"BLOCK_M": 32} and why == "5.2 us, next best 7.0 us, on NVIDIA H200"
 
 
 def test_floor_and_fraction_reach_the_table():
