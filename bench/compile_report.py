@@ -279,7 +279,7 @@ def learned_grad(row: dict[str, Any], frozen: dict[str, Any] | None) -> float | 
     counts = instructions(row)
     if row["form"] == "bucket":
         return counts.get("table_tile")
-    if row["form"] == "projected" and frozen is not None:
+    if row["form"] == "projected" and "query_tile" in counts and frozen is not None:
         return round(counts["query_tile"] - instructions(frozen)["query_tile"], 2)
     return None
 

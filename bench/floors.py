@@ -86,15 +86,19 @@ def issue_slot_seconds(instructions_per_element: float, elements: int, rates: Ra
     return instructions_per_element * elements / rates.issue
 
 
-def our_issue_seconds(case: Case, direction: str, rates: Rates | None) -> float | None:
-    """:func:`issue_slot_seconds` of all loops of our kernels; None: not counted for this case.
+def our_issue_seconds(contender: str, case: Case, direction: str, rates: Rates | None) -> float | None:
+    """:func:`issue_slot_seconds` of all loops of our kernels; None: not ours, or not counted.
 
-    Of tiles without masks, on a long sequence: what overruns the last tile, and smaller tiles, take more.
+    Of tiles without masks and of full size; what overruns the last tile takes more.
     """
-    if rates is None:
+    if rates is None or not contender.startswith("megagraph_triton"):
         return None
+    from megagraph.kernels.tiles import short_path  # imports Triton
+
+    path = contender.removeprefix("megagraph_triton").strip("_")
+    path = path or ("short" if short_path(case.M, case.N, case.D) else "long")
     kernels = {"forward": ("fwd",), "backward": ("bwd",), "forward_backward": ("fwd", "bwd")}[direction]
-    names = [Variant(kernel, case.form, case.dtype_name, case.D).name for kernel in kernels]
+    names = [Variant(kernel, case.form, case.dtype_name, case.D, path=path).name for kernel in kernels]
     counts = loop_instructions(rates.arch)
     if not all(name in counts for name in names):
         return None

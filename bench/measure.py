@@ -75,7 +75,7 @@ def measure(name: str, case: Case, direction: str, pedantic: Pedantic) -> dict[s
     row = {"contender": name, **case.fields(), "direction": direction, "unit": "s", "refusal": None}
     least = floor(case, direction, device_rates())
     row |= {"floor": least and least.seconds, "floor_unit": least and least.unit}
-    row["issue"] = our_issue_seconds(case, direction, device_rates()) if name == "megagraph_triton" else None
+    row["issue"] = our_issue_seconds(name, case, direction, device_rates())
     given = problem(case)
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -60,7 +60,8 @@ def defaults() -> list[Variant]:
     variants = [Variant("hidden_dropout", "none", dropout=True)]
     for D in (4, 8, 32, 64, 128):
         variants += [Variant("bwd", "projected", head_dim=D, learned_grad=False)]
-        variants += [Variant(kernel, form, head_dim=D) for form in FORMS for kernel in ("fwd", "bwd")]
+        for path in ("long", "short") if D <= 16 else ("long",):
+            variants += [Variant(kernel, form, head_dim=D, path=path) for form in FORMS for kernel in ("fwd", "bwd")]
     return variants
 
 

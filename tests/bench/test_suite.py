@@ -94,20 +94,28 @@ def compiled(variant: str, form: str, **passes: float) -> dict:
 
 
 def test_issue_seconds_are_those_of_the_committed_counts(tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
     rows = [
         compiled("fwd-bucket-bfloat16-D64-only", "bucket", fwd_tile=13.0),
+        compiled("fwd-bucket-bfloat16-D8-only-short", "bucket", short_fwd=18.0),
         compiled("bwd-bucket-bfloat16-D64-only", "bucket", key_tile=14.0, query_tile=11.0, table_tile=27.0),
     ]
     (tmp_path / "compile").mkdir()
     (tmp_path / "compile" / "sm_90.json").write_text(json.dumps(rows))
     monkeypatch.setattr(floors, "RESULTS", tmp_path)
     floors.loop_instructions.cache_clear()
-    case = Case(1, 8, 512, 512, 64, "bucket", torch.bfloat16)
+    case, auto = Case(1, 8, 512, 512, 64, "bucket", torch.bfloat16), "megagraph_triton"
     for direction, count in (("forward", 13.0), ("backward", 52.0), ("forward_backward", 65.0)):
-        seconds = our_issue_seconds(case, direction, H200)
-        assert seconds == pytest.approx(count * case.elements / H200.issue)
-    assert our_issue_seconds(Case(1, 8, 512, 512, 16, "bucket", torch.bfloat16), "forward", H200) is None
-    assert our_issue_seconds(case, "forward", None) is None
+        for contender in (auto, "megagraph_triton_long"):
+            seconds = our_issue_seconds(contender, case, direction, H200)
+            assert seconds == pytest.approx(count * case.elements / H200.issue)
+    short = Case(2, 8, 32, 32, 8, "bucket", torch.bfloat16)
+    for contender in (auto, "megagraph_triton_short"):
+        seconds = our_issue_seconds(contender, short, "forward", H200)
+        assert seconds == pytest.approx(18.0 * short.elements / H200.issue)
+    for contender in ("eager", "megagraph_blocked", "megagraph_triton_short"):
+        assert our_issue_seconds(contender, case, "forward", H200) is None
+    assert our_issue_seconds(auto, case, "forward", None) is None
     floors.loop_instructions.cache_clear()
 
 
