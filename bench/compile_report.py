@@ -31,6 +31,7 @@ from typing import Any, Literal
 import torch
 import tyro
 
+from bench.floors import instructions
 from bench.provenance import write_rows
 from megagraph.kernels.variants import Variant, cover, defaults
 
@@ -267,11 +268,6 @@ def main(
             write_rows(arch, [row for row in rows.values() if row["arch"] == arch], folder="compile")
     if check:
         sys.exit("\n".join(over_budget(list(rows.values()))) or None)
-
-
-def instructions(row: dict[str, Any]) -> dict[str, float]:
-    """Per score of each pass, in tiles without masks."""
-    return {loop["pass"]: loop["instructions"] for loop in row["loops"] if not loop["masked"]}
 
 
 def learned_grad(row: dict[str, Any], frozen: dict[str, Any] | None) -> float | None:
