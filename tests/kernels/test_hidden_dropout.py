@@ -93,5 +93,5 @@ def test_no_rows():
 def test_cuda_takes_the_kernel(layout):
     x = hidden(layout.num_local, 8)
     got = hidden_dropout(x.requires_grad_(), 0.5, KEY.to(DEVICE), layout)
-    assert got.grad_fn.name() != "_HiddenDropoutBackward"
+    assert "megagraph_hidden_dropout" in type(got.grad_fn).__name__
     assert_same(got.detach(), expected(x.detach(), 0.5, layout))
