@@ -20,10 +20,11 @@ from megagraph.kernels.tile import (
     add_dot,
     dot,
     dropped,
-    exp,
     head_ptr,
     load_rows,
+    log_sum_exp,
     loop,
+    online_softmax,
     row_keys,
     scores,
     segment,
@@ -36,27 +37,16 @@ def _fwd_tile(
     x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows, key, col, left,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys at key.., in columns col.., into the state.
-
-    m and l are [BLOCK_M, 1], so that the compiler gives them the layout of the scores; as vectors they take that of
-    the bias, and the softmax is computed in both.
-    """
+    """Fold the keys at key.., in columns col.., into the state: m and l [BLOCK_M, 1], acc [BLOCK_M, BLOCK_D]."""
     offs_n = tl.arange(0, BLOCK_N)
     in_cols = offs_n < left
     k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
     v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
     s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
-
-    s_max = tl.max(s, axis=1, keep_dims=True)
-    m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
-    # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
-    pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-    p = exp(x, s, pivot)
-    rescale = tl.exp2(m - pivot if x.FOLD else (m - pivot) * LOG2E)
-    l = l * rescale + tl.sum(p, axis=1, keep_dims=True)
+    m, l, p, rescale = online_softmax(x, m, l, s)
     if x.THRESHOLD > 0:  # kept p is scaled once, in out
         p = tl.where(dropped(x, keys[:, None], (col + offs_n)[None, :]), 0.0, p)
-    return m_new, l, add_dot(acc * rescale, p, v)
+    return m, l, add_dot(acc * rescale, p, v)
 
 
 @triton.jit
@@ -112,8 +102,7 @@ def step_fwd(
             )  # fmt: skip
 
     if LAST:
-        l_safe = tl.where(l == 0.0, 1.0, l)  # a row that met no valid key: out = 0, lse = m = -inf
-        lse = (m + tl.log2(l_safe)) * LN2 if x.FOLD else m + tl.log2(l_safe) * LN2
+        lse, l_safe = log_sum_exp(x, m, l)
         tl.store(lse_ptr + state, lse, mask=in_state)
         write_rows(x, out, b, h, row, offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
     else:

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from megagraph.kernels.table_gradient import add_one_hot
 from megagraph.kernels.tile import (
-    LN2,
     LOG2E,
     add_dot,
     bucket_tile,
@@ -21,7 +20,9 @@ from megagraph.kernels.tile import (
     dropped,
     exp,
     load_heads,
+    log_sum_exp,
     loop,
+    online_softmax,
     row_keys,
     scores_of_heads,
 )
@@ -69,18 +70,11 @@ def short_fwd(
         qk = dot(x, q, tl.permute(k, (0, 2, 1)))
         in_cols = offs_n < x.Nk - col
         s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
-        s_max = tl.max(s, axis=2, keep_dims=True)
-        m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
-        pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = exp(x, s, pivot)
-        rescale = tl.exp2(m - pivot if x.FOLD else (m - pivot) * LOG2E)
-        l = l * rescale + tl.sum(p, axis=2, keep_dims=True)
+        m, l, p, rescale = online_softmax(x, m, l, s)
         if x.THRESHOLD > 0:  # kept p is scaled once, in out
             p = tl.where(dropped(x, keys[:, :, None], (col + offs_n)[None, None, :]), 0.0, p)
         acc = add_dot(acc * rescale, p, v)
-        m = m_new
-    l_safe = tl.where(l == 0.0, 1.0, l)  # a row that met no valid key: out = 0, lse = m = -inf
-    lse = (m + tl.log2(l_safe)) * LN2 if x.FOLD else m + tl.log2(l_safe) * LN2
+    lse, l_safe = log_sum_exp(x, m, l)
     exists = (offs_h < x.H)[:, None, None] & in_rows[None, :, None]
     stat = (b * x.H + heads)[:, None, None] * x.M + (row + offs_m)[None, :, None]
     tl.store(lse_ptr + stat, lse, mask=exists)

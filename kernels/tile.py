@@ -138,6 +138,30 @@ def exp(x, s, pivot):
 
 
 @triton.jit
+def online_softmax(x, m, l, s):
+    """Fold scores s [..., BLOCK_N] into the running max m and sum l [..., 1]: m, l, p, and by what factor earlier sums
+    shrink. m is in base 2 if FOLD.
+
+    m and l keep the last axis, so that the compiler gives them the layout of the scores; without it they take that of
+    the bias, and the softmax is computed in both.
+    """
+    s_max = tl.max(s, axis=-1, keep_dims=True)
+    m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
+    # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
+    pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
+    p = exp(x, s, pivot)
+    rescale = tl.exp2(m - pivot if x.FOLD else (m - pivot) * LOG2E)
+    return m_new, l * rescale + tl.sum(p, axis=-1, keep_dims=True), p, rescale
+
+
+@triton.jit
+def log_sum_exp(x, m, l):
+    """lse, natural, and l without zeros: a row that met no valid key has lse = m = -inf."""
+    l_safe = tl.where(l == 0.0, 1.0, l)
+    return (m + tl.log2(l_safe)) * LN2 if x.FOLD else m + tl.log2(l_safe) * LN2, l_safe
+
+
+@triton.jit
 def segment(x, i):
     """(key_start, column_start, length); starts in 64 bits, as they are multiplied by strides."""
     key_start = tl.load(x.segments + 3 * i).to(tl.int64)
