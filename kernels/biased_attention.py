@@ -212,7 +212,7 @@ def launch_step_bwd(
     key_tiles = sum(triton.cdiv(length, blocks["KEY_N"]) for _, _, length in segments)
     table_tiles, table_programs = 0, 0
     group = blocks["TABLE_H"]
-    num_learned = 1 if form in ("none", "dense") else learned.shape[1]
+    num_learned = 1 if form == "dense" or d_learned is None else d_learned.shape[1]
     block_r = max(16, triton.next_power_of_2(num_learned))
 
     planes_b, planes_h, grad, partials = B, H, None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 import torch
@@ -349,6 +350,16 @@ def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor, impl: str) -> Tensor:
         launch_row_delta(d_out, out, d_lse.contiguous(), delta)
         return delta
     return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
+
+
+def prepare(step: Step, q: Tensor, impl: str) -> Step:
+    """The step with what the kernels would else make anew in every step of a ring: a table padded to all indices."""
+    if step.form != "bucket" or not impl.startswith("triton"):
+        return step
+    from megagraph.kernels.biased_attention import pad_table
+
+    assert step.learned is not None
+    return replace(step, learned=pad_table(step.learned, state_dtype(q)))
 
 
 def learned_gradient(form: str, q: Tensor, learned: Tensor, impl: str) -> Tensor:

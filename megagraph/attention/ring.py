@@ -32,6 +32,7 @@ from megagraph.attention.operator import (
     choose_impl,
     learned_gradient,
     make_step,
+    prepare,
     row_delta,
     state_dtype,
 )
@@ -204,6 +205,7 @@ class _Rank:
 
 def _ring_forward(ranks: list[_Rank], exchange: Exchange, impl: Impl) -> list[tuple[Tensor, Tensor]]:
     """out [B, H, M, D] and lse [B, H, M] of every rank."""
+    ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
     world_size = ranks[0].layout.world_size
     results, states = [], []
     for rank in ranks:
@@ -248,6 +250,7 @@ def _ring_backward(
         if learned_grad and learned is not None:
             d_learned = learned_gradient(rank.step.form, rank.q, learned, impl)
         own.append(_Gradients(dq, dk, dv, d_learned))
+    ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
     gradients: list[Tensor] = []  # [2, B, H, R, D] of the visiting blocks
     for s in range(world_size):
