@@ -182,7 +182,9 @@ def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = 
     try:
         driver.set_active(_StubDriver(arch))
         setattr(module, name, stand_in)
-        with fixed_tiles(tiles):
+        with fixed_tiles(tiles), triton.knobs.compilation.scope():
+            # a cached binary names the source lines, and perhaps the folder, of another day
+            triton.knobs.compilation.always_compile = True
             prepare(variant)()
     finally:
         setattr(module, name, kernel)
