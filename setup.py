@@ -12,7 +12,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["megagraph*"]),  # megagraph/kernels is a link to kernels/
-    package_data={"megagraph": ["py.typed"]},
+    package_data={"megagraph": ["py.typed"], "megagraph.kernels": ["tiles.json"]},
     entry_points={"console_scripts": ["megagraph = megagraph.cli:main"]},
     install_requires=[
         "torch>=2.11,<2.14",
