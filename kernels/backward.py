@@ -28,6 +28,7 @@ from megagraph.kernels.tile import (
     head_ptr,
     load_rows,
     loop,
+    plane_offsets,
     row_keys,
     scores,
     segment,
@@ -146,7 +147,7 @@ def _query_tile(
     inside = in_rows[:, None] & in_cols[None, :] if MASKED else in_rows[:, None]
     if d_learned is not None and x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = d_learned.strides
-        offsets = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+        offsets = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
         ptrs = (d_learned.ptr + b * stride_b + h * stride_h + row * stride_m + col * stride_n) + offsets
         db = ds
         if SHARED:  # by the heads of this program, one after another

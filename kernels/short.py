@@ -19,26 +19,15 @@ from megagraph.kernels.tile import (
     dot,
     dropped,
     exp,
+    heads_ptrs,
     load_heads,
     log_sum_exp,
     loop,
     online_softmax,
+    plane_offsets,
     row_keys,
     scores_of_heads,
 )
-
-
-@triton.jit
-def _head_offsets(x, t, b, heads, start, offs):
-    """Offsets of rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]."""
-    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
-    base = b * t.strides[0] + start * t.strides[2]
-    return (
-        base
-        + heads.to(tl.int64)[:, None, None] * t.strides[1]
-        + offs[None, :, None] * t.strides[2]
-        + (offs_d * t.strides[3])
-    )
 
 
 @triton.jit
@@ -79,7 +68,7 @@ def short_fwd(
     stat = (b * x.H + heads)[:, None, None] * x.M + (row + offs_m)[None, :, None]
     tl.store(lse_ptr + stat, lse, mask=exists)
     in_d = (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
-    ptrs = out.ptr + _head_offsets(x, out, b, heads, row, offs_m)
+    ptrs = heads_ptrs(x, out, b, heads, row, offs_m)
     tl.store(ptrs, acc * (x.KEEP_SCALE / l_safe), mask=exists & in_d)
 
 
@@ -137,7 +126,7 @@ def short_bwd(
             dk_tile = add_dot(dk_tile, tl.permute(ds_low, (0, 2, 1)), q)
 
             dq_tile = dot(x, ds_low, k) * x.scale
-            dq_ptrs = dq.ptr + _head_offsets(x, dq, b, heads, row, offs_m)
+            dq_ptrs = heads_ptrs(x, dq, b, heads, row, offs_m)
             keep = exists[:, :, None] & in_d
             if not ONE_TILE:
                 dq_tile += tl.load(dq_ptrs, mask=keep & (col > 0), other=0.0)
@@ -146,7 +135,7 @@ def short_bwd(
             inside = in_rows[:, None] & in_cols[None, :]
             if d_learned is not None and x.FORM == "dense":
                 stride_b, stride_h, stride_m, stride_n = d_learned.strides
-                plane = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+                plane = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
                 ptrs = d_learned.ptr + b * stride_b + row * stride_m + col * stride_n
                 ptrs += heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :]
                 tl.store(ptrs, ds, mask=in_heads[:, :, None] & inside[None, :, :])
@@ -160,8 +149,8 @@ def short_bwd(
                     total = tl.sum(ds * channel[None, :, :], axis=2, keep_dims=True)
                     sums += tl.where(offs_c == c, total, 0.0)
         keep = in_heads[:, :, None] & in_cols[None, :, None] & in_d
-        tl.store(dk.ptr + _head_offsets(x, dk, b, heads, col, offs_n), dk_tile * x.scale, mask=keep)
-        tl.store(dv.ptr + _head_offsets(x, dv, b, heads, col, offs_n), dv_tile * x.KEEP_SCALE, mask=keep)
+        tl.store(heads_ptrs(x, dk, b, heads, col, offs_n), dk_tile * x.scale, mask=keep)
+        tl.store(heads_ptrs(x, dv, b, heads, col, offs_n), dv_tile * x.KEEP_SCALE, mask=keep)
         if not ONE_TILE:
             tl.debug_barrier()  # the next key tile reads what this one added to dq
     if d_learned is not None and x.FORM == "bucket":  # partial sums [B, groups, BLOCK_R, GROUP]

@@ -196,10 +196,15 @@ def dropped(x, keys, cols):
 
 
 @triton.jit
+def plane_offsets(x, stride_m, stride_n, offs_m, offs_n):
+    """Offsets [BLOCK_M, BLOCK_N] within a tile of a plane."""
+    return offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+
+
+@triton.jit
 def _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
     """Plane [row + offs_m, col + offs_n]; 0 outside, which asynchronous copies can write."""
-    offsets = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
-    ptrs = (ptr + row * stride_m + col * stride_n) + offsets
+    ptrs = (ptr + row * stride_m + col * stride_n) + plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
     if MASKED:
         return tl.load(ptrs, mask=inside, other=0)
     return tl.load(ptrs)
@@ -243,6 +248,23 @@ def channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr
 
 
 @triton.jit
+def _masked_pairs(x, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+    """Nonzero where the mask of a projected bias hides a pair."""
+    stride_b, stride_m, stride_n = x.bias_mask.strides
+    ptr = x.bias_mask.ptr + b * stride_b
+    return _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+
+
+@triton.jit
+def _padding(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
+    """What padding adds to the scores of each key, 0 or -inf."""
+    stride_b, stride_n = x.padding.strides
+    ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
+    padding = tl.load(ptrs, mask=in_cols, other=0) if MASKED else tl.load(ptrs)
+    return tl.where(padding == 0, 0.0, -float("inf"))
+
+
+@triton.jit
 def scores(x, qk, b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.constexpr):
     """Scores scale * qk + b[b, h, row + offs_m, col + offs_n], natural log, -inf where masked or outside."""
     inside = in_rows[:, None] & in_cols[None, :]
@@ -260,33 +282,33 @@ def scores(x, qk, b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.c
             weight = tl.load(x.learned.ptr + h * stride_h + c * stride_c).to(s.dtype)
             s += weight * channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
         if x.bias_mask is not None:
-            stride_b, stride_m, stride_n = x.bias_mask.strides
-            ptr = x.bias_mask.ptr + b * stride_b
-            masked = _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+            masked = _masked_pairs(x, b, row, offs_m, col, offs_n, inside, MASKED)
             s = tl.where(masked == 0, s, -float("inf"))
     if x.padding is not None:
-        stride_b, stride_n = x.padding.strides
-        ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
-        padding = tl.load(ptrs, mask=in_cols, other=0) if MASKED else tl.load(ptrs)
-        s += tl.where(padding == 0, 0.0, -float("inf"))[None, :]
+        s += _padding(x, b, col, offs_n, in_cols, MASKED)[None, :]
     if MASKED:
         s = tl.where(inside, s, -float("inf"))
     return s
 
 
 @triton.jit
-def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
-    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]; zero beyond D and, if MASKED, ``left``."""
-    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
+def heads_ptrs(x, t, b, heads, start, offs):
+    """Rows start + offs of several heads of t, pointers [GROUP, BLOCK, BLOCK_D]."""
     stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
     stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
     stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
     offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
-    mask = offs_d < x.D
+    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
+    return (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
+
+
+@triton.jit
+def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
+    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]; zero beyond D and, if MASKED, ``left``."""
+    mask = (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
     if MASKED:
         mask = mask & (offs < left)[None, :, None]
-    ptrs = (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
-    rows = tl.load(ptrs, mask=mask, other=0.0)
+    rows = tl.load(heads_ptrs(x, t, b, heads, start, offs), mask=mask, other=0.0)
     if INTERPRET and rows.dtype == tl.bfloat16:
         rows = rows.to(tl.float32)
     return rows
@@ -299,7 +321,7 @@ def scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols,
     s = qk * x.scale
     if x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = x.learned.strides
-        plane = offs_m.to(x.OFFSETS)[:, None] * stride_m + offs_n.to(x.OFFSETS)[None, :] * stride_n
+        plane = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
         ptrs = x.learned.ptr + b * stride_b + row * stride_m + col * stride_n
         ptrs += heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :]
         values = tl.load(ptrs, mask=inside[None, :, :], other=0.0) if MASKED else tl.load(ptrs)
@@ -314,15 +336,10 @@ def scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols,
             channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
             s += weight[:, None, None] * channel[None, :, :]
         if x.bias_mask is not None:
-            stride_b, stride_m, stride_n = x.bias_mask.strides
-            ptr = x.bias_mask.ptr + b * stride_b
-            masked = _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+            masked = _masked_pairs(x, b, row, offs_m, col, offs_n, inside, MASKED)
             s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
     if x.padding is not None:
-        stride_b, stride_n = x.padding.strides
-        ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
-        padding = tl.load(ptrs, mask=in_cols, other=0) if MASKED else tl.load(ptrs)
-        s += tl.where(padding == 0, 0.0, -float("inf"))[None, None, :]
+        s += _padding(x, b, col, offs_n, in_cols, MASKED)[None, None, :]
     if MASKED:
         s = tl.where(inside[None, :, :], s, -float("inf"))
     return s

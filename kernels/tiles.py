@@ -16,7 +16,7 @@ import triton
 from megagraph.kernels.tile import INTERPRET
 
 TABLE = Path(__file__).with_name("tiles.json")
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes a program may use; nobody checks
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes a program may use; no compiler checks
 
 Kernel = Literal["fwd", "bwd"]
 

@@ -396,11 +396,13 @@ def choose_impl(impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, r
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
     if impl == "triton_short" and ring:
         reasons.append("it needs all keys on one rank, not in a ring; use impl='triton'")
-    elif impl == "triton_short":
+    elif impl == "triton_short" and importlib.util.find_spec("triton") is not None:
+        from megagraph.kernels.tiles import NARROW, SHORT
+
         M, N, D = q.shape[2], k.shape[2], q.shape[3]
-        if max(M, N) > 256 or D > 16:
+        if max(M, N) > SHORT or D > NARROW:
             reasons.append(
-                f"it takes at most 256 rows and keys of head dim 16, got {M}, {N} and {D}; use impl='triton'"
+                f"it takes at most {SHORT} rows and keys of head dim {NARROW}, got {M}, {N} and {D}; use impl='triton'"
             )
         if isinstance(bias, DenseBias) and bias.shape[:2] != q.shape[:2]:
             reasons.append(f"a dense bias must have a plane per head, got {tuple(bias.shape)}; use impl='triton'")
