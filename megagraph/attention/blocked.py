@@ -62,12 +62,13 @@ def _shifted(part: slice, start: int) -> slice:
     return slice(start + part.start, start + part.stop)
 
 
-def _tile_sizes(step: Step, batch: int, heads: int, rows: int) -> tuple[int, int, int]:
-    """(sequences, rows, keys) per tile."""
-    planes = max(heads, step.data.shape[1]) if step.form == "projected" and step.data is not None else heads
-    # alive at a time in backward: p, dp, data of the bias or a hash, and what dropout keeps
-    temporaries = 3 if step.dropout_key is None else 4
-    area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (temporaries * planes), 1)
+def _tile_sizes(step: Step, batch: int, heads: int, rows: int, *, buffers: int) -> tuple[int, int, int]:
+    """(sequences, rows, keys) per tile; ``buffers`` planes of scores per head stay alive beside what a step needs."""
+    if step.dropout_key is not None:
+        buffers += 2  # the hash and its shifted copy
+    # the data of the bias is shared by the heads
+    data = {"bucket": 1, "projected": 0 if step.data is None else step.data.shape[1]}.get(step.form, 0)
+    area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (buffers * heads + data), 1)
     side = 1 << (area.bit_length() - 1) // 2  # square tiles read the fewest rows of q and k per score
     tile_keys = max(min(max(length for _, _, length in step.segments), side), 1)
     tile_rows = max(min(rows, area // tile_keys), 1)
@@ -123,8 +124,6 @@ def _set_to_bias(s: Tensor, step: Step, tile: _Tile, data: Tensor | None, table:
         s.copy_(_per_batch(step.learned, tile.batch)[:, :, tile.rows, tile.columns])
     elif table is None:
         torch.bmm(step.learned.to(s.dtype).expand(len(s), -1, -1), data, out=s.flatten(2))
-    elif len(s) == 1:  # half again as fast as gather
-        torch.index_select(table, 1, data.flatten(), out=s.view(len(table), -1))
     else:
         torch.gather(table.expand(len(s), -1, -1), 2, data.expand(-1, len(table), -1), out=s.flatten(2))
 
@@ -213,7 +212,7 @@ def attention_step(
     compute = torch.promote_types(q.dtype, torch.float32)
     table, row_key = _masked_table(step, compute), _row_keys(step, q)
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
-    sizes = _tile_sizes(step, *q.shape[:3])
+    sizes = _tile_sizes(step, *q.shape[:3], buffers=1)
     buffer = q.new_empty(q.shape[1] * math.prod(sizes))
     for batch, rows, tiles in _row_tiles(step, q, sizes):
         q_t = _part(q, batch, rows)
@@ -273,7 +272,7 @@ def attention_step_backward(
     table, row_key = _masked_table(step, compute), _row_keys(step, q)
     q, k, v, d_out = q.to(compute), k.to(compute), v.to(compute), d_out.to(compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
-    sizes = _tile_sizes(step, *q.shape[:3])
+    sizes = _tile_sizes(step, *q.shape[:3], buffers=2)
     buffers = q.new_empty(2, q.shape[1] * math.prod(sizes))
     pivot, delta = _finite(lse), delta.unsqueeze(-1)
     for batch, rows, tiles in _row_tiles(step, q, sizes):

@@ -23,7 +23,10 @@ H200 = RATES["NVIDIA H200"]
 
 def smoke(folder: Path, *files: str) -> list[dict]:
     """Rows of a run in a process without the interpreter, tiny cases, every contender."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # the benches are not interpreted, and pytest-benchmark measures nothing in a worker of xdist
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET" and "XDIST" not in name
+    }
     command = [sys.executable, "-m", "pytest", "-q", "--smoke", "--rows", folder, *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
