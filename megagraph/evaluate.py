@@ -69,10 +69,10 @@ def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:
     ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability. Every rank
     gets the probabilities of all nodes.
     """
-    stage = pipeline.stage.eval()
-    total = torch.zeros(loader.num_nodes, stage.model.config.num_classes, device=stage.device)
+    pipeline.train(False)
+    total = torch.zeros(loader.num_nodes, pipeline.config.num_classes, device=pipeline.device)
     for batch in loader.epoch(0):
-        batch = stage.receive(batch)
+        batch = pipeline.receive(batch)
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0
@@ -111,4 +111,4 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
     stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
     stage.to(config.torch_device(), config.parameter_dtype)
     nodes = np.arange(graph.num_nodes)
-    return class_probabilities(Pipeline(stage, stage, Plan()), make_loader(config, batches(config, graph), nodes))
+    return class_probabilities(Pipeline([stage], [stage], Plan()), make_loader(config, batches(config, graph), nodes))

@@ -111,6 +111,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
     model = HierarchicalGT(model_config, mesh=None if mesh is None else mesh["cp"])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     pipeline = make_pipeline(model, plan, mesh, device, config)
+    del model  # and with it the other ranks' stages
     if run.writes:
         print(
             f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} features, "
@@ -129,7 +130,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         history.append(epochs.run(epoch))
         if history[-1]["val_accuracy"] > best["val_accuracy"]:
             best = history[-1]
-            run.save_weights(gather_tensors(pipeline.stage.model.state_dict(), mesh))
+            run.save_weights(gather_tensors(pipeline.state_dict(), mesh))
         run.log(**history[-1])
         if epochs.step == epochs.total_steps:
             break
@@ -159,10 +160,12 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
 def make_pipeline(
     model: HierarchicalGT, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
 ) -> Pipeline:
-    """This rank's stage of a model under a plan, gradients summed over its replicas."""
-    layers = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp")]
-    stage = Stage(model, layers, autocast=config.dtype == "bf16").to(device, config.parameter_dtype)
-    return Pipeline(stage, replicate(stage, mesh, shard=plan.shard), plan, mesh)
+    """This rank's stages of a model under a plan, gradients summed over their replicas."""
+    own = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp") :: plan.pp]
+    stages = [Stage(model, layers, autocast=config.dtype == "bf16") for layers in own]
+    for stage in stages:
+        stage.to(device, config.parameter_dtype)
+    return Pipeline(stages, [replicate(stage, mesh, shard=plan.shard) for stage in stages], plan, mesh)
 
 
 def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
@@ -179,7 +182,7 @@ def train_step(
     """One optimizer step on this rank's share of a global batch: the global loss, and the norm of its gradient."""
     optimizer.zero_grad()
     loss = pipeline.backward(batch, dropout_key, loss_sum)
-    norm = clip_gradients(pipeline.stage, clip_norm, pipeline.mesh)
+    norm = clip_gradients(pipeline.parameters(), clip_norm, pipeline.mesh)
     optimizer.step()
     if pipeline.mesh is not None:
         loss = sum_over_ranks(loss.double())
@@ -203,7 +206,7 @@ class _Epochs:
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
         self.optimizer = torch.optim.AdamW(
-            pipeline.stage.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+            pipeline.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
         self.step = 0
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
@@ -213,7 +216,7 @@ class _Epochs:
     def run(self, epoch: int) -> dict[str, Any]:
         """Train one epoch and evaluate: the line of the epoch in metrics.jsonl."""
         started = time.perf_counter()
-        self.pipeline.stage.train()
+        self.pipeline.train()
         losses = []
         silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
         progress = tqdm(self.train_loader.epoch(epoch), desc=f"epoch {epoch}", leave=False, disable=silent)
@@ -247,7 +250,7 @@ class _Epochs:
         learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        batch = self.pipeline.stage.receive(batch)
+        batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
         loss, gradient_norm = train_step(self.pipeline, self.optimizer, batch, keys, config.clip_norm)
         if not np.isfinite(loss):

@@ -9,7 +9,8 @@ The structure of a batch (bias data, masks, dropout keys) never travels: every r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class Stage(nn.Module):
     """Some layers of a model; the first stage embeds, the last reads out.
 
     Args:
-        model: the whole model; what belongs to other stages is dropped from it.
-        layers: the layers to keep.
+        model: the whole model, left as it is; the stage shares its parameters.
+        layers: the layers to take.
         autocast: run the forward pass in bf16 mixed precision.
     """
 
@@ -39,8 +40,9 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.autocast = autocast
-        model.keep_layers(layers)
-        self.model = model
+        shared = (*model.layers.values(), *model.parameters())
+        self.model = copy.deepcopy(model, {id(part): part for part in shared})
+        self.model.keep_layers(layers)
 
     @property
     def device(self) -> torch.device:
@@ -50,11 +52,6 @@ class Stage(nn.Module):
     def hidden_dtype(self) -> torch.dtype:
         """Of what goes from stage to stage."""
         return torch.bfloat16 if self.autocast else next(self.parameters()).dtype
-
-    def receive(self, batch: Batch) -> Batch:
-        """The batch on this device."""
-        kernel_dtype = self.hidden_dtype if self.device.type == "cuda" else None
-        return batch.to(self.device, kernel_dtype=kernel_dtype, non_blocking=True)
 
     def forward(
         self,
@@ -79,19 +76,43 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """This rank's stage, run with those of the other ranks of its pipeline.
+    """This rank's stages, run with those of the other ranks of its pipeline.
 
     Args:
-        stage: the bare stage, for evaluation.
-        module: the stage, or a wrapper that reduces its gradients, for training.
+        stages: the bare stages, for evaluation.
+        modules: every stage, or a wrapper that reduces its gradients, for training.
         mesh: with the dim pp; ``None`` for one process.
     """
 
-    def __init__(self, stage: Stage, module: nn.Module, plan: Plan, mesh: DeviceMesh | None = None) -> None:
-        self.stage, self.module, self.plan, self.mesh = stage, module, plan, mesh
+    def __init__(
+        self, stages: list[Stage], modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None = None
+    ) -> None:
+        self.stages, self.modules, self.plan, self.mesh = stages, modules, plan, mesh
+        self.config, self.device = stages[0].model.config, stages[0].device
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
         self._schedules: dict[tuple, ScheduleGPipe] = {}
         self._loss: Loss = _no_loss  # of the step that runs; the schedules, made once, call it
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank's stages, by their names in the whole model."""
+        return {name: parameter for stage in self.stages for name, parameter in stage.model.named_parameters()}
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.named_parameters().values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of the whole model's state."""
+        return {name: value for stage in self.stages for name, value in stage.model.state_dict().items()}
+
+    def train(self, mode: bool = True) -> None:
+        """Switch the stages to training, or to evaluation."""
+        for stage in self.stages:
+            stage.train(mode)
+
+    def receive(self, batch: Batch) -> Batch:
+        """The batch on this device."""
+        kernel_dtype = self.stages[0].hidden_dtype if self.device.type == "cuda" else None
+        return batch.to(self.device, kernel_dtype=kernel_dtype, non_blocking=True)
 
     def backward(self, batch: Batch, dropout_key: Tensor, loss: Loss) -> Tensor:
         """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.
@@ -105,20 +126,20 @@ class Pipeline:
         inputs = batch.model_inputs(dropout_key)
         self._loss = lambda scores, labels: loss(scores, labels) / batch.num_targets
         if self._group is None:
-            value = self._loss(self.module(**inputs), batch.labels)
+            value = self._loss(self.modules[0](**inputs), batch.labels)
             value.backward()
             return value.detach()
         losses: list[Tensor] = []
-        target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stage.last else {}
+        target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stages[-1].last else {}
         self._schedule(batch, inputs, training=True).step(**inputs, **target)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.stage.device)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor | None:
         """Class scores [b, T, classes] of this rank's share; ``None`` unless it has the last stage."""
         inputs = batch.model_inputs()
         if self._group is None:
-            return self.stage(**inputs)
+            return self.stages[0](**inputs)
         return self._schedule(batch, inputs, training=False).step(**inputs)
 
     def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> ScheduleGPipe:
@@ -130,7 +151,7 @@ class Pipeline:
 
     def _make_schedule(self, batch: Batch, inputs: dict[str, Any], training: bool) -> ScheduleGPipe:
         assert self._group is not None
-        num_chunks, stage, config = self.plan.num_microbatches, self.stage, self.stage.model.config
+        num_chunks, stage, config = self.plan.num_microbatches, self.stages[0], self.config
         if batch.batch_size % num_chunks:
             raise ValueError(
                 f"a batch must be a multiple of num_microbatches = {num_chunks}, got {batch.batch_size} sequences"
@@ -144,7 +165,7 @@ class Pipeline:
             )
         )
         part = PipelineStage(
-            self.module if training else self.stage,
+            self.modules[0] if training else stage,
             self._group.get_local_rank(),
             self._group.size(),
             stage.device,

@@ -43,9 +43,8 @@ def _sum_bucket(group, bucket):  # DDP refuses annotations that are strings
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def clip_gradients(stage: Stage, max_norm: float, mesh: DeviceMesh | None) -> Tensor:
+def clip_gradients(parameters: list[nn.Parameter], max_norm: float, mesh: DeviceMesh | None) -> Tensor:
     """Scale the gradients down to a global norm of ``max_norm``; the norm before, each parameter counted once."""
-    parameters = list(stage.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()

@@ -109,16 +109,16 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     pipeline = make_pipeline(model, plan, mesh, device, config)
-    pipeline.stage.train()
+    pipeline.train()
     make = {
         "sgd": partial(torch.optim.SGD, lr=0.05),
         "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True),
     }
-    updates = make[optimizer](pipeline.stage.parameters())
+    updates = make[optimizer](pipeline.parameters())
     batches = batches_of(batching, own_share(plan, mesh))
     first_keys = dropout_keys(7, 0, batches[0].sequence_ids)
     pipeline.backward(batches[0], first_keys, loss_sum)
-    gradients = {name: p.grad.clone() for name, p in pipeline.stage.model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in pipeline.named_parameters().items()}
     result: dict[str, Any] = {"losses": [], "norms": [], "targets": [], "gradients": gather_tensors(gradients, mesh)}
     for step, batch in enumerate([*batches[: STEPS - 1], batches[-1]]):
         keys = dropout_keys(7, step, batch.sequence_ids)
@@ -126,9 +126,9 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         result["losses"].append(loss)
         result["norms"].append(norm)
         result["targets"].append(int((batch.labels >= 0).sum()))
-    result["parameters"] = gather_tensors(pipeline.stage.model.state_dict(), mesh)
+    result["parameters"] = gather_tensors(pipeline.state_dict(), mesh)
     if dtype == "bf16":
-        pipeline.stage.eval()
+        pipeline.train(False)
         scores = pipeline.logits(batches[0])
         result["scores"] = None if scores is None else scores.dtype
     if optimizer == "sgd" and dtype == "fp64":
