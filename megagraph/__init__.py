@@ -10,6 +10,7 @@ from megagraph.config import TrainConfig
 from megagraph.data.datasets import Graph
 from megagraph.evaluate import predict
 from megagraph.models.config import ModelConfig
+from megagraph.models.graphormer import Graphormer
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.plan import Plan
 from megagraph.train import Trainer
@@ -21,6 +22,7 @@ __all__ = [
     "BucketBias",
     "DenseBias",
     "Graph",
+    "Graphormer",
     "HierarchicalGT",
     "ModelConfig",
     "NodeLayout",

@@ -27,7 +27,8 @@ class TrainConfig:
     out: Path | None = None
     """Run folder to create; default runs/DATASET-DATE-TIME."""
 
-    model: Literal["hierarchical"] = "hierarchical"
+    model: Literal["hierarchical", "graphormer"] = "hierarchical"
+    """hierarchical: ANS-GT's; graphormer: with degree codes and hop distances."""
     layers: int = 4
     dim: int = 128
     """Hidden width d."""
@@ -37,11 +38,13 @@ class TrainConfig:
     global_tokens: int = 1
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"
-    """projected: adjacency powers; bucket: hop distances; auto: projected for ego batches, bucket for cluster ones."""
+    """projected: adjacency powers; bucket: hop distances; auto: bucket for cluster batches and graphormer."""
     channels: int = 6
     """Adjacency powers of a projected bias."""
     max_distance: int = 5
     """Hop distances that a bucket bias tells apart."""
+    max_degree: int = 512
+    """Degrees that graphormer tells apart."""
     dropout: float = 0.5
     input_dropout: float = 0.5
     attention_dropout: float = 0.5
@@ -103,6 +106,8 @@ class TrainConfig:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         if not 0.0 < self.super_ratio <= 1.0:
             raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
+        if self.model == "graphormer" and self.bias == "projected":
+            raise ValueError("bias must be bucket or auto for model graphormer, got projected")
         if self.clip_norm <= 0.0:
             raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
         if self.max_steps is not None and self.max_steps < 1:
@@ -142,6 +147,7 @@ class TrainConfig:
             global_tokens=self.global_tokens,
             bias=self.bias_form,
             bias_size=bias_size,
+            max_degree=self.max_degree,
             dropout=self.dropout,
             input_dropout=self.input_dropout,
             attention_dropout=self.attention_dropout,
@@ -150,7 +156,7 @@ class TrainConfig:
     @property
     def bias_form(self) -> Literal["projected", "bucket"]:
         if self.bias == "auto":
-            return "projected" if self.batching == "ego" else "bucket"
+            return "bucket" if self.batching == "cluster" or self.model == "graphormer" else "projected"
         return self.bias
 
     @property

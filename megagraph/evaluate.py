@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.datasets import Graph, load_graph
 from megagraph.data.loader import Loader
+from megagraph.models.config import ModelConfig
+from megagraph.models.graphormer import Graphormer
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
@@ -34,6 +38,12 @@ def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
         sequence_nodes=config.sequence_nodes,
         num_super=config.super_nodes,
     )
+
+
+def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
+    """The model that the configuration names; ``mesh`` is its CP group."""
+    kinds = {"hierarchical": HierarchicalGT, "graphormer": Graphormer}
+    return kinds[config.model](model_config, mesh=mesh)
 
 
 def make_loader(
@@ -106,7 +116,7 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
         raise ValueError(
             f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
         )
-    model = HierarchicalGT(model_config)
+    model = make_model(config, model_config)
     model.load_state_dict(opened.weights())
     stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
     stage.to(config.torch_device(), config.parameter_dtype)

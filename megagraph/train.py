@@ -19,8 +19,8 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
 from megagraph.data.datasets import Graph, Split, random_split
-from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader
-from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader, make_model
+from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
@@ -108,7 +108,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
     run.write_model_config(model_config)
     mesh = make_mesh(plan, device)
     torch.manual_seed(config.seed)
-    model = HierarchicalGT(model_config, mesh=None if mesh is None else mesh["cp"])
+    model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     pipeline = make_pipeline(model, plan, mesh, device, config)
     del model  # and with it the other ranks' stages
@@ -158,7 +158,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
 
 
 def make_pipeline(
-    model: HierarchicalGT, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
+    model: GraphTransformer, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
 ) -> Pipeline:
     """This rank's stages of a model under a plan, gradients summed over their replicas."""
     own = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp") :: plan.pp]

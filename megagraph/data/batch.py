@@ -54,6 +54,7 @@ class Batch:
     among its rows. Each of its K micro-batches has its own table of U distinct rows of features, a shorter one
     ending in zeros; ``torch.chunk(tensor, K)`` of every tensor gives the micro-batches. Shapes:
         features:         [K * U, d_in]     float32  raw features of the nodes and super nodes in local slots
+        degrees:          [K * U]           int64    of these rows; a super node has the mean degree of its members
         node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
         structure:        [b, C + G, S, N]  float32  channels of ``ProjectedBias``, or
                           [b, S, N]         uint8    buckets of ``BucketBias``
@@ -66,6 +67,7 @@ class Batch:
     """
 
     features: Tensor
+    degrees: Tensor
     node_index: Tensor
     structure: Tensor
     key_padding_mask: Tensor
@@ -88,6 +90,7 @@ class Batch:
         """The keyword arguments of a model's forward pass; ``dropout_key`` int32 [b] in training."""
         return {
             "features": self.features,
+            "degrees": self.degrees,
             "node_index": self.node_index,
             "structure": self.structure,
             "key_padding_mask": self.key_padding_mask,
@@ -124,6 +127,9 @@ class _Builder:
         self.structure = structure
         self._features = torch.from_numpy(graph.features)
         self._super_features = torch.from_numpy(coarsening.features)
+        degrees, members = np.diff(graph.indptr), np.bincount(coarsening.membership)
+        super_degrees = np.rint(np.bincount(coarsening.membership, weights=degrees) / members)
+        self._degrees = torch.from_numpy(np.concatenate([degrees, super_degrees]).astype(np.int64))
 
     def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray, share: Share) -> Batch:
         """The share of regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G] and labels [B, T]."""
@@ -142,9 +148,10 @@ class _Builder:
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)
         padding[:, : layout.num_nodes] = regular < 0
-        features, node_index = self._feature_tables(regular[:, block], supers, layout, num_microbatches)
+        features, degrees, node_index = self._row_tables(regular[:, block], supers, layout, num_microbatches)
         return Batch(
             features=features,
+            degrees=degrees,
             node_index=node_index,
             structure=self.structure.build(regular, supers, layout),
             key_padding_mask=torch.from_numpy(padding),
@@ -156,10 +163,10 @@ class _Builder:
             num_targets=num_targets,
         )
 
-    def _feature_tables(
+    def _row_tables(
         self, block: np.ndarray, supers: np.ndarray, layout: NodeLayout, num_microbatches: int
-    ) -> tuple[Tensor, Tensor]:
-        """A rank's regular nodes [b, <= R] and super nodes [b, N_s - G] -> features, node_index of ``Batch``."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A rank's regular nodes [b, <= R] and super nodes [b, N_s - G] -> features, degrees, node_index."""
         # one numbering for both: nodes first, then super nodes
         slots = np.full((len(block), layout.block_size + supers.shape[1]), -1)
         slots[:, : block.shape[1]] = block
@@ -175,14 +182,16 @@ class _Builder:
         node_index[padding] = 0
         num_rows = max(map(len, tables))
         features = torch.empty(num_microbatches, num_rows, self.graph.in_features)
-        for table, rows in zip(features, tables, strict=True):
+        degrees = torch.zeros(num_microbatches, num_rows, dtype=torch.int64)
+        for table, row_degrees, rows in zip(features, degrees, tables, strict=True):
+            row_degrees[: len(rows)] = self._degrees[rows]
             num_graph_rows = int(np.searchsorted(rows, self.graph.num_nodes))
             graph_rows = torch.from_numpy(rows[:num_graph_rows])
             super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
             torch.index_select(self._features, 0, graph_rows, out=table[:num_graph_rows])
             torch.index_select(self._super_features, 0, super_rows, out=table[num_graph_rows : len(rows)])
             table[len(rows) :] = 0
-        return features.flatten(0, 1), torch.from_numpy(node_index)
+        return features.flatten(0, 1), degrees.flatten(), torch.from_numpy(node_index)
 
 
 class EgoBatches(_Builder):

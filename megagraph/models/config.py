@@ -20,6 +20,7 @@ class ModelConfig:
         global_tokens: learned tokens that every node attends to.
         bias: ``"projected"`` (adjacency powers, one Linear per layer) or ``"bucket"`` (distances, one table per layer).
         bias_size: channels C of a projected bias, or buckets R of a table.
+        max_degree: largest degree with a code of its own (Graphormer).
         dropout, input_dropout, attention_dropout: probabilities in [0, 1).
     """
 
@@ -32,12 +33,13 @@ class ModelConfig:
     global_tokens: int = 1
     bias: Literal["projected", "bucket"] = "projected"
     bias_size: int = 7
+    max_degree: int = 512
     dropout: float = 0.1
     input_dropout: float = 0.1
     attention_dropout: float = 0.5
 
     def __post_init__(self) -> None:
-        for name in ("in_features", "num_classes", "layers", "dim", "ffn_dim", "heads", "bias_size"):
+        for name in ("in_features", "num_classes", "layers", "dim", "ffn_dim", "heads", "bias_size", "max_degree"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.dim % self.heads:

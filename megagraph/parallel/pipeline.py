@@ -21,7 +21,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import Batch
-from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.models.transformer import GraphTransformer
 from megagraph.planner.plan import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -36,7 +36,7 @@ class Stage(nn.Module):
         autocast: run the forward pass in bf16 mixed precision.
     """
 
-    def __init__(self, model: HierarchicalGT, layers: range, *, autocast: bool = False) -> None:
+    def __init__(self, model: GraphTransformer, layers: range, *, autocast: bool = False) -> None:
         super().__init__()
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.autocast = autocast
@@ -58,6 +58,7 @@ class Stage(nn.Module):
         x: Tensor | None = None,
         *,
         features: Tensor,
+        degrees: Tensor,
         node_index: Tensor,
         structure: Tensor,
         key_padding_mask: Tensor,
@@ -68,7 +69,7 @@ class Stage(nn.Module):
         """x [b, S, d], or nothing on the first stage -> [b, S, d], or class scores [b, T, classes] on the last."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if self.first:
-                x = self.model.embed(features, node_index, layout, dropout_key)
+                x = self.model.embed(features, degrees, node_index, layout, dropout_key)
             assert x is not None
             x = self.model.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
             # fully_shard hangs a hook on the result, and warns that one on a view can be lost; scores are small

@@ -1,0 +1,46 @@
+"""Graphormer (Ying et al., NeurIPS 2021) for node classification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megagraph.models.config import ModelConfig
+from megagraph.models.transformer import GraphTransformer
+
+
+class Graphormer(GraphTransformer):
+    """Features plus a learned code of the node's degree; the bias is a learned table of hop distances.
+
+    A super node has the mean degree of its members, as it has their mean features. Global tokens have no degree: its
+    code, added to a learned vector, would be that vector again. Degrees above ``max_degree`` share the last code.
+
+    What differs from the published model, which classifies whole molecules: one degree instead of two, as our graphs
+    are undirected; features are projected, not looked up; a bias table in every layer instead of one for all;
+    no bias of edge features, which our graphs do not have; pre-LN, there an option; class scores of nodes, not of the
+    token. Initial values are the published ones, but for bias tables, which start like the weights.
+
+    Raises:
+        ValueError: ``config.bias`` is not "bucket".
+    """
+
+    def __init__(self, config: ModelConfig, *, mesh: DeviceMesh | None = None) -> None:
+        if config.bias != "bucket":
+            raise ValueError(f"Graphormer needs a bias of 'bucket', its hop distances, got {config.bias!r}")
+        super().__init__(config, mesh=mesh)
+        self.degree_table = nn.Parameter(torch.empty(config.max_degree + 1, config.dim))
+        self.reset_parameters()
+
+    def keep_layers(self, layers: range) -> None:
+        super().keep_layers(layers)
+        if 0 not in layers:
+            del self.degree_table
+
+    def encode(self, features: Tensor, degrees: Tensor | None) -> Tensor:
+        """Raw rows [U, d_in] and degrees int64 [U] -> [U, d]."""
+        if degrees is None:
+            raise ValueError("degrees is needed by Graphormer: int64 [U], one for each row of features")
+        codes = nn.functional.embedding(degrees.clamp(max=self.config.max_degree), self.degree_table)
+        encoded = super().encode(features, degrees)
+        return encoded + codes.to(encoded.dtype)

@@ -1,0 +1,142 @@
+"""What all models are: an embedding, a list of identical layers, a read-out; any run of layers is a pipeline stage."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megagraph.attention.dropout import hidden_dropout, mix_key
+from megagraph.attention.layout import NodeLayout
+from megagraph.models.config import ModelConfig
+from megagraph.models.layers import GraphTransformerLayer
+
+_INPUT_SITE = 3  # after the layers' own sites 0..2, with the layer index -1
+
+
+_TABLES = ("global_tokens", "degree_table")
+
+
+class GraphTransformer(nn.Module):
+    """Linear(d_in -> d) on raw features, learned global tokens, L pre-LN layers, LayerNorm, Linear(d -> classes).
+
+    Super nodes are rows like any other: the mean feature of their members passes the same projection. A row is
+    encoded once per distinct node of the batch, and the last layer computes the rows that are read out only.
+
+    Args:
+        mesh: the CP group over which the nodes of a sequence are spread; ``None`` for one rank.
+    """
+
+    global_tokens: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, *, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.input_proj = nn.Linear(config.in_features, config.dim)
+        tokens = nn.Parameter(torch.empty(config.global_tokens, config.dim)) if config.global_tokens else None
+        self.register_parameter("global_tokens", tokens)
+        # keyed by the position in the whole model, which a pipeline stage keeps
+        self.layers = nn.ModuleDict({str(i): GraphTransformerLayer(config, i, mesh) for i in range(config.layers)})
+        self.final_norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.num_classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights from N(0, 0.02 / sqrt(L)), learned rows from N(0, 0.02), offsets zero, as Graphormer and ANS-GT."""
+        std = 0.02 / self.config.layers**0.5
+        for name, parameter in self.named_parameters():
+            if name in _TABLES:
+                nn.init.normal_(parameter, std=0.02)
+            elif parameter.ndim == 2:
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def keep_layers(self, layers: range) -> None:
+        """Become one stage of a pipeline: drop the other layers, and the embedding and read-out that go with them."""
+        for index in range(self.config.layers):
+            if index not in layers:
+                del self.layers[str(index)]
+        if 0 not in layers:
+            del self.input_proj, self.global_tokens
+        if self.config.layers - 1 not in layers:
+            del self.final_norm, self.head
+
+    def forward(
+        self,
+        features: Tensor,
+        node_index: Tensor,
+        structure: Tensor,
+        key_padding_mask: Tensor,
+        *,
+        degrees: Tensor | None = None,
+        layout: NodeLayout | None = None,
+        num_targets: int = 1,
+        dropout_key: Tensor | None = None,
+    ) -> Tensor:
+        """Class scores of the first rows of every sequence.
+
+        Args:
+            features: [U, d_in], the batch's distinct raw rows (graph nodes and super nodes).
+            node_index: int64 [B, S - G], the row of ``features`` at each local position; G global tokens follow.
+            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank.
+            key_padding_mask: bool [B, N], True = padding.
+            degrees: int64 [U], of the rows of ``features``; only Graphormer reads it.
+            layout: which nodes are local; ``None``: all, on one rank.
+            num_targets: T, local rows to read out; may be 0.
+            dropout_key: int32 [B] from :func:`megagraph.dropout_keys`; needed in training, ignored in evaluation.
+
+        Returns:
+            logits [B, T, num_classes].
+        """
+        if layout is None:
+            layout = NodeLayout(key_padding_mask.shape[1], 0)
+        x = self.embed(features, degrees, node_index, layout, dropout_key)
+        x = self.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
+        return self.read_out(x)
+
+    def encode(self, features: Tensor, degrees: Tensor | None) -> Tensor:
+        """Raw rows [U, d_in] -> [U, d]."""
+        return self.input_proj(features.to(self.input_proj.weight.dtype))
+
+    def embed(
+        self,
+        features: Tensor,
+        degrees: Tensor | None,
+        node_index: Tensor,
+        layout: NodeLayout,
+        dropout_key: Tensor | None,
+    ) -> Tensor:
+        """Input rows [B, S, d], global tokens last."""
+        x = nn.functional.embedding(node_index, self.encode(features, degrees))
+        if self.global_tokens is not None:
+            x = torch.cat([x, self.global_tokens.to(x.dtype).expand(x.shape[0], -1, -1)], dim=1)
+        key = self._key(dropout_key)
+        key = None if key is None else mix_key(key, -1, _INPUT_SITE)
+        return hidden_dropout(x, self.config.input_dropout, key, layout)
+
+    def transform(
+        self,
+        x: Tensor,
+        structure: Tensor,
+        key_padding_mask: Tensor,
+        layout: NodeLayout,
+        num_targets: int,
+        dropout_key: Tensor | None,
+    ) -> Tensor:
+        """The layers that are here, [B, S, d] -> [B, S, d]; the model's last layer gives its first T rows only."""
+        for index, layer in self.layers.items():
+            rows = num_targets if int(index) == self.config.layers - 1 else None
+            x = layer(x, structure, key_padding_mask, layout, self._key(dropout_key), rows)
+        return x
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """Class scores [B, T, num_classes]."""
+        return self.head(self.final_norm(x))
+
+    def _key(self, dropout_key: Tensor | None) -> Tensor | None:
+        if not self.training:
+            return None
+        if dropout_key is None:
+            raise ValueError("dropout_key is needed in training; make one with megagraph.dropout_keys(seed, step, ids)")
+        return dropout_key
