@@ -42,6 +42,7 @@ def losses(folder) -> list[float]:
     [
         dict(),
         dict(bias="bucket"),
+        dict(model="graphormer"),
         dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, epochs=15),
         dict(batching="cluster", bias="projected", sequence_nodes=128, super_nodes=8, batch_size=2, epochs=15),
         dict(dtype="bf16"),
@@ -129,6 +130,7 @@ BAD_RUNS = {
         ValueError,
         "stage_layers must be 2 numbers such as 1,2, go",
     ),
+    "graphormer": (dict(model="graphormer", bias="projected"), ValueError, "bias must be bucket or auto for model gra"),
     "device": (dict(device="tpu9"), ValueError, "device must be auto, cpu or a CUDA device that is here, got 'tpu9'"),
     "data set": (dict(dataset="nosuch"), ValueError, "expected one of synthetic, citeseer,.*got 'nosuch'"),
     "no root": (dict(dataset="cora"), ValueError, "--root"),

@@ -20,7 +20,7 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.data import batch as batch_module
 from megagraph.data.batch import Batch, Share, prepare
 from megagraph.data.datasets import Graph, synthetic_graph
-from megagraph.evaluate import class_probabilities, make_loader
+from megagraph.evaluate import class_probabilities, make_loader, make_model
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
 from megagraph.train import loss_sum, make_pipeline, own_share, train_step
@@ -39,8 +39,11 @@ SHARDED = [
     ((2, 2, 2), "ego", "fp64"),
 ]
 CASES = [(*case, False) for case in product(LAYOUTS, BATCHINGS, DTYPES)] + [(*case, True) for case in SHARDED]
+# beside the hierarchical model: ego batches through another one
+GRAPHORMER = [((2, 1, 1), False), ((1, 2, 1), False), ((1, 1, 2), False), ((1, 2, 2), True), ((2, 2, 1), False)]
+CASES += [(layout, "graphormer", "fp64", shard) for layout, shard in GRAPHORMER]
 NUM_LAYERS = 3
-GLOBAL_TOKENS = {"ego": 2, "cluster": 0}
+GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1}
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 CLIP_NORM = 0.1
 STEPS = 5
@@ -53,11 +56,12 @@ def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
 
 
 def config_of(batching: str, dtype: str, dropout: float = 0.2) -> mg.TrainConfig:
+    model = "graphormer" if batching == "graphormer" else "hierarchical"
     return mg.TrainConfig(
-        batching=batching, dtype=dtype, layers=NUM_LAYERS, dim=16, ffn_dim=24, heads=2, channels=3,
-        global_tokens=GLOBAL_TOKENS[batching],
-        max_distance=3, dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
-        batch_size=8 if batching == "ego" else 4, samples=2, sample_nodes=10, device="cpu",
+        model=model, batching="cluster" if batching == "cluster" else "ego", dtype=dtype, layers=NUM_LAYERS, dim=16,
+        ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
+        dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
+        batch_size=4 if batching == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
     )  # fmt: skip
 
 
@@ -65,7 +69,7 @@ def config_of(batching: str, dtype: str, dropout: float = 0.2) -> mg.TrainConfig
 def graph_of(batching: str) -> Graph:
     """A third of the nodes has no label, so that ranks count different numbers of targets."""
     graph = synthetic_graph(
-        num_nodes=89 if batching == "ego" else 880, num_classes=3, in_features=8, average_degree=4, seed=1
+        num_nodes=880 if batching == "cluster" else 89, num_classes=3, in_features=8, average_degree=4, seed=1
     )
     unlabelled = np.random.default_rng(0).random(graph.num_nodes) < 0.33
     return replace(graph, labels=np.where(unlabelled, -1, graph.labels))
@@ -76,7 +80,8 @@ def builder_of(batching: str):
     """N' is 11 (ego) or 47 (cluster): no number of ranks divides it; the last batch of an epoch is ragged."""
     with patch.object(batch_module, "SEQUENCE_ALIGNMENT", 1):
         return prepare(
-            graph_of(batching), batching=batching, bias="projected" if batching == "ego" else "bucket", channels=3,
+            graph_of(batching), batching="cluster" if batching == "cluster" else "ego",
+            bias="projected" if batching == "ego" else "bucket", channels=3,
             max_distance=3, global_tokens=GLOBAL_TOKENS[batching], k=10, num_samples=2, sequence_nodes=47,
             cluster_size=20, num_super=7,
         )  # fmt: skip
@@ -101,10 +106,8 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
     device = torch.device("cpu")
     mesh = mesh_of(plan.pp, plan.cp, plan.dp)
     torch.manual_seed(0)
-    model = mg.HierarchicalGT(
-        config.model_config(in_features=8, num_classes=3, bias_size=builder.structure.size),
-        mesh=None if mesh is None else mesh["cp"],
-    )
+    model_config = config.model_config(in_features=8, num_classes=3, bias_size=builder.structure.size)
+    model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     with torch.no_grad():  # the initial weights are small; larger ones make every term count
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
