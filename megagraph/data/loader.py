@@ -63,12 +63,18 @@ class Loader:
         """V, nodes of the whole graph."""
         return self._builder.graph.num_nodes
 
-    def epoch(self, epoch: int) -> DataLoader:
-        """The batches of an epoch, with a length; iterate over them before asking for the next epoch."""
+    def epoch(self, epoch: int, start: int = 0) -> DataLoader:
+        """The batches of an epoch, with a length; iterate over them before asking for the next epoch.
+
+        Args:
+            start: leave out the batches before this one, without building them; the others stay as they are.
+        """
         seeds = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
         rng = np.random.default_rng(seeds) if self._shuffle else None
         plan = self._builder.plan(self._nodes, self._batch_size, rng)
-        self._sampler.items = list(zip(plan, seeds.spawn(len(plan)), strict=True))
+        if not 0 <= start <= len(plan):
+            raise ValueError(f"expected start in 0..{len(plan)}, the batches of an epoch, got {start}")
+        self._sampler.items = list(zip(plan, seeds.spawn(len(plan)), strict=True))[start:]
         return self._loader
 
 

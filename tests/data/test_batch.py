@@ -282,18 +282,20 @@ def test_batches_depend_on_seed_and_epoch_only(graph, batching, num_workers):
 
     batch_size = 64 if batching == "ego" else 1
 
-    def digest(seed, epoch, num_workers=0):
+    def digest(seed, epoch, num_workers=0, start=0):
         loader = Loader(builder, train, batch_size=batch_size, seed=seed, shuffle=True, num_workers=num_workers)
         if num_workers:
             list(loader.epoch(epoch + 1))  # workers that have served another epoch
-        batches = list(loader.epoch(epoch))
-        assert len(loader.epoch(epoch)) == len(batches)
+        batches = list(loader.epoch(epoch, start))
+        assert len(loader.epoch(epoch, start)) == len(batches)
         return [(b.target_nodes.tolist(), b.node_index.tolist(), float(b.features.sum())) for b in batches]
 
     before = torch.get_rng_state()
     expected = digest(0, 1)
     assert digest(0, 1, num_workers) == expected
     assert digest(1, 1) != expected and digest(0, 2) != expected
+    for start in (1, len(expected) - 1, len(expected)):
+        assert digest(0, 1, num_workers, start) == expected[start:]
     assert (torch.get_rng_state() == before).all()
 
 
@@ -318,6 +320,17 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
 def test_prepare_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         prepare(make_graph(20, [(i, i + 1) for i in range(19)]), **options)
+
+
+def test_an_epoch_resumes_without_building_what_came_before(graph, monkeypatch):
+    loader = Loader(prepare(graph, num_samples=1), np.arange(10), batch_size=2, seed=0, shuffle=False)
+    built = []
+    build = EgoBatches.build
+    monkeypatch.setattr(EgoBatches, "build", lambda *arguments: built.append(arguments[1]) or build(*arguments))
+    assert len(list(loader.epoch(0, start=3))) == 2
+    assert np.concatenate(built).tolist() == [6, 7, 8, 9]
+    with pytest.raises(ValueError, match=r"expected start in 0\.\.5, the batches of an epoch, got 6"):
+        loader.epoch(0, start=6)
 
 
 @pytest.mark.parametrize(
