@@ -1,5 +1,6 @@
 """MegaGraph: exact graph attention with a learnable structural bias, and Graph Transformers trained with it."""
 
+from megagraph import planner
 from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
@@ -32,6 +33,7 @@ __all__ = [
     "Trainer",
     "biased_attention",
     "dropout_keys",
+    "planner",
     "predict",
     "ring_attention",
 ]

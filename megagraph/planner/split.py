@@ -1,0 +1,179 @@
+"""Which layers go to which stage of a pipeline.
+
+:func:`split_layers` takes any cost of any stage. :func:`balance` is what the search calls thousands of times: it uses
+that the layers of a model are all alike, so that only the first and the last stage differ from the rest in time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+StageCost = Callable[[int, int, int], float]
+Floats = NDArray[np.float64]
+
+
+class NoFeasiblePlan(ValueError):
+    """Nothing fits; the message names the tightest stage, what it needs, and what to change."""
+
+
+def split_layers(
+    num_layers: int, num_stages: int, seconds: StageCost, memory_bytes: StageCost, limit_bytes: float
+) -> tuple[int, ...]:
+    """Layers of every stage such that the slowest stage is as fast as can be (paper Alg. 1 and Eq. 12), exactly.
+
+    A dynamic programme over (stages, layers placed): best[k] = min over j of max(best of one stage less at j, cost of
+    layers j..k-1), without the stages that do not fit. Of equally fast splits one with less memory is preferred.
+
+    Args:
+        num_layers, num_stages: [L], [P_pp]; every stage gets at least one layer.
+        seconds, memory_bytes: (stage, start, stop) -> cost of the layers start..stop-1 on that stage.
+        limit_bytes: what a stage may need at most.
+
+    Raises:
+        ValueError: fewer layers than stages, a limit that is not above 0, a cost that is NaN or negative.
+        NoFeasiblePlan: no split fits the limit.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(f"num_stages must be in 1..num_layers = {num_layers}, got {num_stages}")
+    if not limit_bytes > 0:
+        raise ValueError(f"limit_bytes must be above 0, got {limit_bytes}")
+    split = _min_max(num_layers, num_stages, seconds, memory_bytes, limit_bytes)
+    if split is None:
+        lightest = _min_max(num_layers, num_stages, memory_bytes, memory_bytes, math.inf)
+        assert lightest is not None
+        bounds = np.concatenate([[0], np.cumsum(lightest)]).tolist()
+        needs = [memory_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(num_stages)]
+        tightest = max(range(num_stages), key=needs.__getitem__)
+        raise NoFeasiblePlan(
+            f"no split of {num_layers} layers over {num_stages} stages fits {gib(limit_bytes)}: in the lightest, "
+            f"{list(lightest)}, stage {tightest} needs {gib(needs[tightest])}; take more stages, or raise the limit"
+        )
+    return split
+
+
+def _min_max(
+    num_layers: int, num_stages: int, seconds: StageCost, memory_bytes: StageCost, limit_bytes: float
+) -> tuple[int, ...] | None:
+    best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
+    came_from: list[dict[int, int]] = []
+    for stage in range(num_stages):
+        reached: dict[int, tuple[float, float]] = {}
+        origin: dict[int, int] = {}
+        room = num_layers - (num_stages - stage - 1)  # the stages that follow need a layer each
+        for start, (slowest, largest) in best.items():
+            stops = range(start + 1, room + 1) if stage < num_stages - 1 else (num_layers,)
+            for stop in stops:
+                need = memory_bytes(stage, start, stop)
+                time = seconds(stage, start, stop)
+                if not (need >= 0 and time >= 0):
+                    raise ValueError(
+                        f"costs must be numbers of at least 0, got {time} s and {need} bytes "
+                        f"for layers {start}..{stop - 1} on stage {stage}"
+                    )
+                if need > limit_bytes:
+                    continue
+                score = (max(slowest, time), max(largest, need))
+                if stop not in reached or score < reached[stop]:
+                    reached[stop], origin[stop] = score, start
+        best = reached
+        came_from.append(origin)
+    if num_layers not in best:
+        return None
+    stop, split = num_layers, []
+    for origin in reversed(came_from):
+        split.append(stop - origin[stop])
+        stop = origin[stop]
+    return tuple(reversed(split))
+
+
+@dataclass(frozen=True)
+class StageTables:
+    """Cost of the first, a middle and the last stage with c = 0..L layers, [3, L + 1] each; entry 0 is never used.
+
+    One stage alone, first and last at once, has the row 0.
+    """
+
+    forward: Floats
+    backward: Floats
+
+
+def balance(
+    tables: StageTables, memory: Floats, limit_bytes: float, num_microbatches: int
+) -> tuple[tuple[int, ...], float] | None:
+    """The split of least GPipe time, sum_i (f_i + b_i) + (K - 1)(max f + max b), and that time; ``None``: none fits.
+
+    Exact where a middle stage's time is convex and nondecreasing in its layers: however the first and the last stage
+    are loaded, the middle ones are then best filled evenly, which makes both their largest and their sum least. So
+    the L^2 loads of first and last stage are looked at, all at once. Of equal times the least memory wins.
+
+    Args:
+        memory: [P, L + 1] bytes of every stage with c layers, nondecreasing in c.
+    """
+    num_stages, num_layers = memory.shape[0], memory.shape[1] - 1
+    # the most layers that fit: memory does not fall with c, so they are the first ones
+    caps = (memory[:, 1:] <= limit_bytes).sum(axis=1)
+    if caps.min() < 1 or caps.sum() < num_layers:
+        return None
+    f, b = tables.forward, tables.backward
+    s = f + b
+    if num_stages == 1:
+        time = s[0, num_layers] + (num_microbatches - 1) * s[0, num_layers]
+        return (num_layers,), float(time)
+    first = np.arange(1, caps[0] + 1)[:, None]
+    last = np.arange(1, caps[-1] + 1)[None, :]
+    middle = num_layers - first - last  # layers of all middle stages together
+    middle_caps = caps[1:-1]
+    levels = np.minimum(np.arange(num_layers + 1)[:, None], middle_caps)  # [L + 1, P - 2]
+    filled = levels.sum(axis=1)  # layers in the middle stages when none holds more than a level
+    fits = (middle >= num_stages - 2) & (middle <= filled[-1])
+    if not fits.any():
+        return None
+    middle = np.where(fits, middle, num_stages - 2)
+    level = np.searchsorted(filled, middle)
+    over = filled[level] - middle  # stages at the level that hold one less
+    sums = np.zeros(num_layers + 1)
+    steps = np.zeros(num_layers + 1)
+    if num_stages > 2:
+        sums = s[1][levels].sum(axis=1) if num_layers else sums
+        steps[1:] = np.diff(s[1])
+    total = s[0, first] + s[2, last] + (sums[level] - over * steps[level] if num_stages > 2 else 0.0)
+    largest_f, largest_b = (np.maximum(t[0, first], t[2, last]) for t in (f, b))
+    largest_memory = np.maximum(memory[0, first], memory[-1, last])
+    if num_stages > 2:
+        largest_f, largest_b = np.maximum(largest_f, f[1, level]), np.maximum(largest_b, b[1, level])
+        largest_memory = np.maximum(largest_memory, memory[1:-1].max(axis=0)[level])
+    time = total + (num_microbatches - 1) * (largest_f + largest_b)
+    time = np.where(fits, time, np.inf)
+    ties = time <= time.min() * (1 + 1e-12)
+    index = np.where(ties, largest_memory, np.inf).argmin()
+    i, j = np.unravel_index(index, time.shape)
+    counts = levels[level[i, j]].copy()
+    for stage in range(num_stages - 2):  # the earliest keep the most in flight, so they give first
+        if over[i, j] and counts[stage] == level[i, j]:
+            counts[stage] -= 1
+            over[i, j] -= 1
+    return (int(i) + 1, *counts.tolist(), int(j) + 1), float(time[i, j])
+
+
+def gpipe_seconds(forward: Sequence[float], backward: Sequence[float], num_microbatches: int) -> float:
+    """Step time of stages with these seconds per micro-batch: sum_i (f_i + b_i) + (K - 1)(max f + max b).
+
+    Exact for uneven stages: the first micro-batch passes all of them, the others follow in the slowest one's time.
+    """
+    slowest = max(forward) + max(backward)
+    return sum(forward) + sum(backward) + (num_microbatches - 1) * slowest
+
+
+def paper_seconds(forward: Sequence[float], backward: Sequence[float], num_microbatches: int) -> float:
+    """The paper's Eq. 9 and 10 for the same: (K + P - 1) * max_i (f_i + b_i), which is too long for uneven stages."""
+    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+    return (num_microbatches + len(forward) - 1) * slowest
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
