@@ -35,8 +35,8 @@ class BiasedRingAttention(nn.Module):
 
     Memory per rank, in elements of [B, S, E]: x, q, k, v and the result are kept for backward, no scores. In a ring the
     fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
-    and two visiting blocks of gradients.
-    Communication per rank: (P - 1) * 2 * B * R * E elements forward, that and P * 2 * B * R * E more backward.
+    and three visiting blocks of gradients (two for P = 2).
+    Communication per rank: (P - 1) * 2 * B * R * E elements forward and twice that backward, half of it in fp32.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``embed_dim``; a shape above does not hold; on a mesh of several

@@ -2,10 +2,12 @@
 
     step 0      every rank attends from its rows to its own block and to the super nodes
     step s      the block of rank i - s is here; k and v of step s + 1 are on their way from rank i - 1
-    backward    the blocks go round again, each with the gradient of its k and v, until both are home
+    backward    the blocks go round again; the gradient of a block's k and v follows one step behind it, and is
+                home after the last step
 
-Super nodes never travel and enter every softmax once. A rank sends (P - 1) * 2 * R * d elements forward, and
-backward P * 2 * R * d more for the gradients.
+Whatever travels does so while a step computes, but for the gradients' way home. Super nodes never travel and enter
+every softmax once; the gradient of a block's own step stays where it is. A rank sends (P - 1) * 2 * R * d elements
+forward, and backward as many of k and v and as many of their gradients.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
@@ -42,8 +45,11 @@ from megagraph.attention.step import Step
 class Exchange(Protocol):
     """Moves the blocks of the ranks that live in this process to the next ranks of the ring."""
 
-    def shift(self, blocks: list[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start sending; the result waits for, and returns, what the previous ranks sent."""
+    def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start sending; the result waits for, and returns, what the previous ranks sent, which may lie in ``into``.
+
+        Neither list may be written before, nor ``into`` be read.
+        """
 
 
 class GroupExchange:
@@ -54,9 +60,8 @@ class GroupExchange:
         self.next = (mesh.get_local_rank() + 1) % mesh.size()
         self.previous = (mesh.get_local_rank() - 1) % mesh.size()
 
-    def shift(self, blocks: list[Tensor]) -> Callable[[], list[Tensor]]:
-        (block,) = blocks
-        received = torch.empty_like(block)
+    def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
+        (block,), (received,) = blocks, into
         # one batch: a blocking send before the receive would wait for itself around the ring
         works = dist.batch_isend_irecv(
             [
@@ -76,7 +81,7 @@ class GroupExchange:
 class Loopback:
     """All ranks in this process, in lockstep."""
 
-    def shift(self, blocks: list[Tensor]) -> Callable[[], list[Tensor]]:
+    def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
         moved = [blocks[-1], *blocks[:-1]]
         return lambda: moved
 
@@ -203,6 +208,11 @@ class _Rank:
         return torch.stack([x[:, :, : self.layout.block_size], y[:, :, : self.layout.block_size]])
 
 
+def _wait(arriving: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with record_function("exchange wait"):
+        return arriving()
+
+
 def _ring_forward(ranks: list[_Rank], exchange: Exchange, impl: Impl) -> list[tuple[Tensor, Tensor]]:
     """out [B, H, M, D] and lse [B, H, M] of every rank."""
     ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
@@ -214,22 +224,24 @@ def _ring_forward(ranks: list[_Rank], exchange: Exchange, impl: Impl) -> list[tu
         carried = {name: q.new_empty(q.shape[:3], dtype=dtype) for name in ("m", "l")}
         states.append(carried | {"acc": q.new_empty(q.shape, dtype=dtype)})
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
+    free = [torch.empty_like(block) for block in blocks]
     for s in range(world_size):
         first, last = s == 0, s == world_size - 1
-        arriving = None if last else exchange.shift(blocks)
+        arriving = None if last else exchange.shift(blocks, free)
         for rank, block, state, (out, lse) in zip(ranks, blocks, states, results, strict=True):
             k, v = (rank.k, rank.v) if first else block
             result = {"out": out, "lse": lse} if last else {"out": None, "lse": None}
             step = rank.step_at(s).flat()
-            attention_step_(rank.q, k, v, *step, impl=impl, first=first, last=last, **state, **result)
+            with record_function("ring step"):
+                attention_step_(rank.q, k, v, *step, impl=impl, first=first, last=last, **state, **result)
         if arriving is not None:
-            blocks = arriving()
+            blocks, free = _wait(arriving), blocks
     return results
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Accumulators of one rank; dk and dv are those of the visiting block."""
+    """Accumulators of one rank; dk and dv are those of its own block, or of the visiting one."""
 
     dq: Tensor
     dk: Tensor
@@ -252,23 +264,35 @@ def _ring_backward(
         own.append(_Gradients(dq, dk, dv, d_learned))
     ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
-    gradients: list[Tensor] = []  # [2, B, H, R, D] of the visiting blocks
+    free = [torch.empty_like(block) for block in blocks]
+
+    def visiting_sums() -> list[Tensor]:
+        return [torch.empty_like(block, dtype=sums.dk.dtype) for block, sums in zip(blocks, own, strict=True)]
+
+    # dk and dv [2, B, H, R, D] of the visiting blocks: computed in one buffer while the other one is sent
+    buffers, received = [visiting_sums() for _ in range(min(world_size - 1, 2))], visiting_sums()
+    following: Callable[[], list[Tensor]] | None = None  # what the ranks before this one added to the visiting block
     for s in range(world_size):
         first, last = s == 0, s == world_size - 1
-        arriving = None if last else exchange.shift(blocks)
+        arriving = None if last else exchange.shift(blocks, free)
+        visiting = [] if first else buffers[s % len(buffers)]
         for i, (rank, block, sums, rows) in enumerate(zip(ranks, blocks, own, saved, strict=True)):
             k, v = (rank.k, rank.v) if first else block
             if not first:
-                sums = replace(sums, dk=gradients[i][0], dv=gradients[i][1])
-            attention_step_backward_(rank.q, k, v, *rank.step_at(s).flat(), impl=impl, **rows, **vars(sums))
-        if first:
-            gradients = [rank.regular(sums.dk, sums.dv) for rank, sums in zip(ranks, own, strict=True)]
-        gradients = exchange.shift(gradients)()  # after the last step they are home
+                dk, dv = visiting[i].zero_()
+                sums = replace(sums, dk=dk, dv=dv)
+            with record_function("ring step"):
+                attention_step_backward_(rank.q, k, v, *rank.step_at(s).flat(), impl=impl, **rows, **vars(sums))
+        if following is not None:
+            torch._foreach_add_(visiting, _wait(following))
+        if not first:
+            following = exchange.shift(visiting, received)
         if arriving is not None:
-            blocks = arriving()
-    for rank, sums, (dk, dv) in zip(ranks, own, gradients, strict=True):
-        sums.dk[:, :, : rank.layout.block_size] = dk
-        sums.dv[:, :, : rank.layout.block_size] = dv
+            blocks, free = _wait(arriving), blocks
+    if following is not None:  # home
+        for rank, sums, (dk, dv) in zip(ranks, own, _wait(following), strict=True):
+            sums.dk[:, :, : rank.layout.block_size] += dk
+            sums.dv[:, :, : rank.layout.block_size] += dv
     return own
 
 

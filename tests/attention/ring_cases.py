@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megagraph as mg
+from megagraph.attention import ring
 from tests.problems import FORMS, Problem, with_learned
 from tests.problems import ring_problem as make_ring_problem
 
@@ -42,7 +44,7 @@ def ring_cases(world_size: int) -> dict[str, Callable]:
     }
     if world_size == 2:
         cases |= {name: partial(bad_call, options) for name, (options, _) in BAD_CALLS.items()}
-    return cases | {"gather": gathered_mean}
+    return cases | {"gather": gathered_mean, "trace": traced_messages}
 
 
 BAD_CALLS = {
@@ -121,6 +123,43 @@ def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **optio
         dist.all_reduce(grads[3])
         result["d_learned"] = grads[3]
     return result
+
+
+def traced_messages() -> dict[str, list[str]]:
+    """What one rank does, forward and backward, in order: sends, steps and waits."""
+    mesh = ring_mesh(dist.get_world_size())
+    layout = mg.NodeLayout(7, 2, mesh.get_local_rank(), mesh.size())
+    inputs = [torch.zeros(1, 2, layout.num_local, 4, requires_grad=True) for _ in range(3)]
+    events: list[str] = []
+    post = dist.batch_isend_irecv
+
+    def traced_post(operations):
+        assert [operation.op for operation in operations] == [dist.isend, dist.irecv]
+        name = f"message {sum(event.startswith('send') for event in events)}"
+        events.append(f"send {name}, {operations[0].tensor.numel()} elements")
+        works = post(operations)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            events.append(f"wait for {name}")
+
+        return [Mock(wait=wait)]
+
+    def traced(step):
+        return lambda *args, **kwargs: (events.append("step"), step(*args, **kwargs))
+
+    trace = {}
+    with (
+        patch.object(dist, "batch_isend_irecv", traced_post),
+        patch.object(ring, "attention_step_", traced(ring.attention_step_)),
+        patch.object(ring, "attention_step_backward_", traced(ring.attention_step_backward_)),
+    ):
+        out = mg.ring_attention(*inputs, layout=layout, mesh=mesh)
+        trace["forward"], events = events, []
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+        trace["backward"] = events
+    return trace
 
 
 def attention_and_input(**options) -> tuple[mg.BiasedRingAttention, Tensor, Tensor]:

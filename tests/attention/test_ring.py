@@ -73,6 +73,31 @@ def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
         torch.testing.assert_close(result["gather"], want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_message_is_sent_before_the_step_it_overlaps(world_size):
+    """k and v of the next step first; dk and dv of a block, computed in step s, during step s + 1."""
+    size = 2 * -(-7 // world_size) * 2 * 4  # 2 * R * H * D
+
+    def send(i):
+        return f"send message {i}, {size} elements"
+
+    def wait(i):
+        return f"wait for message {i}"
+
+    steps = range(world_size - 1)
+    want = {"forward": [event for s in steps for event in (send(s), "step", wait(s))] + ["step"]}
+    want["backward"] = {
+        2: [send(0), "step", wait(0), "step", send(1), wait(1)],
+        3: [send(0), "step", wait(0), send(1), "step", send(2), wait(1), "step", wait(2), send(3), wait(3)],
+        4: [
+            *(send(0), "step", wait(0), send(1), "step", send(2), wait(1)),
+            *(send(3), "step", wait(2), send(4), wait(3), "step", wait(4), send(5), wait(5)),
+        ],
+    }[world_size]
+    for result in ranks.results(world_size):
+        assert result["trace"] == want
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_does_not_depend_on_the_number_of_ranks(form):
     problem = ring_problem(form, 3, 2, 13, dropout_p=0.5)
