@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with one GPU, PyTorch, Triton, pytest with its xdist, timeout and
 # benchmark plugins. OUT is a folder for rows, plots and logs.
-#   bench/gpu.sh --check OUT    values and gradients of every kernel against fp64, and the same bits in 100 runs
+#   bench/gpu.sh --check OUT    values and gradients of every kernel against fp64, the same bits in 100 runs, and
+#                               rings of 2 to 4 processes that share the GPU
 #   bench/gpu.sh OUT            times beside floors and peers; a short table last
 # Each takes at most 9 minutes. Wheels of what is missing may lie in bench/wheels/; where there is no git,
 # MEGAGRAPH_COMMIT names the commit.

@@ -78,7 +78,7 @@ class TrainConfig:
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: mixed precision, weights stay in fp32."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
+    """auto, cpu, cuda, or a GPU such as cuda:0, which processes share where there are more of them than GPUs."""
     workers: int = 0
     """Loader processes; 0 builds batches in the training process."""
 
@@ -176,7 +176,7 @@ class TrainConfig:
             if local_rank >= torch.cuda.device_count():
                 raise ValueError(
                     f"process {local_rank} of this machine needs a GPU of its own, but there are "
-                    f"{torch.cuda.device_count()}; start fewer, or pass --device cpu"
+                    f"{torch.cuda.device_count()}; start fewer, or pass --device cuda:0 to share one, or --device cpu"
                 )
             return torch.device("cuda", local_rank)
         try:
@@ -186,6 +186,12 @@ class TrainConfig:
             raise ValueError(
                 f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}"
             ) from error
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if device.type == "cuda" and 1 < processes <= torch.cuda.device_count():
+            raise ValueError(
+                f"{processes} processes cannot share {device} where each can have its own; pass --device cuda, "
+                f"or hide the other GPUs with CUDA_VISIBLE_DEVICES={device.index}"
+            )
         return device
 
     def shared_fields(self) -> dict[str, Any]:

@@ -14,25 +14,28 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def results(world_size: int) -> list[dict[str, Any]]:
-    """What every case returned, rank by rank. A case that fails on any rank fails all of this world size."""
-    outcome = _start(world_size)
+def results(world_size: int, *, only: str = "") -> list[dict[str, Any]]:
+    """What every case returned, rank by rank. A case that fails on any rank fails all of this world size.
+
+    ``only``: the cases whose names begin so.
+    """
+    outcome = _start(world_size, only)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
 
 
 @cache
-def _start(world_size: int) -> list[dict[str, Any]] | Exception:
+def _start(world_size: int, only: str) -> list[dict[str, Any]] | Exception:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_run_cases, args=(world_size, folder), nprocs=world_size)
+            mp.spawn(_run_cases, args=(world_size, folder, only), nprocs=world_size)
         except Exception as error:
             return error
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _run_cases(rank: int, world_size: int, folder: str) -> None:
+def _run_cases(rank: int, world_size: int, folder: str, only: str) -> None:
     from tests.attention.ring_cases import ring_cases
     from tests.parallel.cases import agreement_cases, layout_cases
 
@@ -42,6 +45,7 @@ def _run_cases(rank: int, world_size: int, folder: str) -> None:
     timeout = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
     cases = ring_cases(world_size) | layout_cases(world_size) | agreement_cases(world_size, folder)
-    torch.save({name: case() for name, case in cases.items()}, Path(folder) / f"{rank}.pt")
+    outcomes = {name: case() for name, case in cases.items() if name.startswith(only)}
+    torch.save(outcomes, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

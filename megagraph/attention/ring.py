@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, overload
+from functools import cache
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,53 @@ class GroupExchange:
             return [received]
 
         return wait
+
+
+class StagedExchange(GroupExchange):
+    """For blocks that the group's backend cannot send from where they are: through (pinned) memory of the host.
+
+    Copies run in a stream of their own, shared by the process: what has arrived comes in while a step computes.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(mesh)
+        self.device, self.streams, self.copies = device, torch.get_device_module(device), _copy_stream(device)
+
+    def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
+        sent, received = ([self._host_buffer(block)] for block in (*blocks, *into))
+        # a block may still be computed, and what is in the way of the one that comes still be read
+        self.copies.wait_stream(self.streams.current_stream(self.device))
+        self._copy(sent, blocks)
+        copied = self.streams.Event()
+        copied.record(self.copies)
+        copied.synchronize()  # the host sends
+        arriving = super().shift(sent, received)
+
+        def wait() -> list[Tensor]:
+            self._copy(into, arriving())
+            self.streams.current_stream(self.device).wait_stream(self.copies)
+            return into
+
+        return wait
+
+    def _host_buffer(self, block: Tensor) -> Tensor:
+        return torch.empty(block.shape, dtype=block.dtype, pin_memory=self.device.type == "cuda")
+
+    def _copy(self, to: list[Tensor], blocks: list[Tensor]) -> None:
+        with self.streams.stream(self.copies):
+            for x, block in zip(to, blocks, strict=True):
+                x.copy_(block, non_blocking=True)
+
+
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
+
+
+def make_exchange(mesh: DeviceMesh, device: torch.device) -> Exchange:
+    """The exchange of this rank for tensors on a device: gloo sends and receives in memory of the host only."""
+    staged = device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(mesh.get_group()).split(",")
+    return StagedExchange(mesh, device) if staged else GroupExchange(mesh)
 
 
 class Loopback:
@@ -146,7 +194,7 @@ def ring_attention(
     if mesh is None or layout.world_size == 1:
         out, lse = attention(step, q, k, v, bias, impl)
     else:
-        out, lse = _RingAttention.apply(GroupExchange(mesh), impl, [layout], [step], q, k, v, step.learned)
+        out, lse = _RingAttention.apply(make_exchange(mesh, q.device), impl, [layout], [step], q, k, v, step.learned)
     return (out, lse) if return_lse else out
 
 

@@ -41,8 +41,7 @@ def process_group() -> Iterator[None]:
     if world_size() == 1 or dist.is_initialized():
         yield
         return
-    # gloo beside NCCL: the ranks must be able to talk before each has found its GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = choose_backend()
     store, rank, size = _rendezvous()
     # a group that finds the addresses of an earlier one in the store waits for sockets that are closed
     prefix = f"megagraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_starts)}"
@@ -50,6 +49,13 @@ def process_group() -> Iterator[None]:
     yield
     dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
     dist.destroy_process_group()
+
+
+def choose_backend() -> str:
+    """gloo beside NCCL, as ranks must be able to talk before each has found its GPU; NCCL refuses ranks that share one,
+    and gloo takes their messages through memory of the host."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= processes else "gloo"
 
 
 @cache
@@ -62,6 +68,11 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """A mesh with the dims pp, dp and cp, neighbours of a ring side by side; ``None`` for one process."""
     if plan.world_size == 1:
         return None
+    if plan.pp > 1 and f"{device.type}:gloo" in dist.get_backend_config().split(",") and device.type != "cpu":
+        raise NotImplementedError(
+            f"stages of a pipeline cannot share a {device.type} device, got pp = {plan.pp} and fewer devices than "
+            "processes; use pp = 1, or --device cpu"
+        )
     return init_device_mesh(device.type, (plan.pp, plan.dp, plan.cp), mesh_dim_names=("pp", "dp", "cp"))
 
 

@@ -32,6 +32,17 @@ def ring_options(world_size: int) -> dict[str, dict]:
     return cases
 
 
+def staged_options(world_size: int) -> dict[str, dict]:
+    """Of each form the problem that no number of ranks divides."""
+    return {f"staged-{name}": ring for name, ring in ring_options(world_size).items() if "-5-13-blocked" in name}
+
+
+def staged(**options) -> dict[str, Tensor]:
+    """A ring whose messages go through buffers of the host, as those of ranks that share a GPU."""
+    with patch.object(ring, "make_exchange", ring.StagedExchange):
+        return run_ring(**options)
+
+
 def ring_problem(impl: str, **options) -> Problem:
     return make_ring_problem(B=1, **options)
 
@@ -44,6 +55,7 @@ def ring_cases(world_size: int) -> dict[str, Callable]:
     }
     if world_size == 2:
         cases |= {name: partial(bad_call, options) for name, (options, _) in BAD_CALLS.items()}
+    cases |= {name: partial(staged, **options) for name, options in staged_options(world_size).items()}
     return cases | {"gather": gathered_mean, "trace": traced_messages}
 
 
@@ -90,7 +102,7 @@ def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **optio
     problem = ring_problem(impl, num_super=num_super, num_nodes=num_nodes, world_size=world_size, **options)
     mesh = ring_mesh(world_size)
     layout = mg.NodeLayout(num_nodes, num_super, mesh.get_local_rank(), world_size)
-    rows = layout.local_to_global
+    rows = layout.local_to_global.to(problem.q.device)
     q, k, v = (layout.shard(x, 2).requires_grad_() for x in (problem.q, problem.k, problem.v))
     learned, bias = [], None
     if problem.bias is not None:
@@ -102,7 +114,7 @@ def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **optio
         return_lse=True, impl=impl,
     )  # fmt: skip
     # the gradient of a super row reaches every rank in part, as it does behind replicated rows of a model
-    share = torch.ones(len(rows), dtype=q.dtype)
+    share = torch.ones(len(rows), dtype=q.dtype, device=q.device)
     share[layout.block_size :] = (layout.rank + 1) / (world_size * (world_size + 1) / 2)
     d_out, d_lse = layout.shard(problem.d_out, 2) * share[:, None], layout.shard(problem.d_lse, 2) * share
     finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)

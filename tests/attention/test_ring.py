@@ -62,6 +62,23 @@ def test_ring_over_processes_is_dense_attention(case, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ring_over_processes_through_host_buffers_is_dense_attention(world_size):
+    for case, options in ring_cases.staged_options(world_size).items():
+        problem = ring_cases.ring_problem(**options)
+        for result in ranks.results(world_size):
+            assert_matches(result[case], problem)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; bench/gpu.sh --check runs it")
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ring_of_ranks_that_share_a_gpu(world_size):
+    for case, options in ring_cases.ring_options(world_size).items():
+        problem = ring_cases.ring_problem(**options)
+        for result in ranks.results(world_size, only="ring-"):
+            assert_matches(result[case], problem)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
     module, x, index = ring_cases.attention_and_input()
     table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
@@ -74,7 +91,7 @@ def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_message_is_sent_before_the_step_it_overlaps(world_size):
+def test_ring_over_processes_sends_before_the_step_it_overlaps(world_size):
     """k and v of the next step first; dk and dv of a block, computed in step s, during step s + 1."""
     size = 2 * -(-7 // world_size) * 2 * 4  # 2 * R * H * D
 

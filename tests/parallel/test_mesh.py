@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
+import torch
 
+import megagraph as mg
+from megagraph.parallel import mesh
 from tests import ranks
 from tests.parallel.cases import BAD_PLANS
 
@@ -37,3 +41,48 @@ def test_bad_plan(case):
     messages = [result[case] for result in ranks.results(2)]
     assert messages[0] == messages[1]
     assert re.search(BAD_PLANS[case][1], messages[0]), messages[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "backend"),
+    [(0, 1, "gloo"), (0, 4, "gloo"), (4, 4, "cpu:gloo,cuda:nccl"), (8, 4, "cpu:gloo,cuda:nccl"), (1, 4, "gloo")],
+)
+def test_gpus_that_processes_share_need_gloo(monkeypatch, gpus, processes, backend):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert mesh.choose_backend() == backend
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "message"),
+    [
+        (
+            "auto",
+            1,
+            "process 1 of this machine needs a GPU of its own, but there are 1; start fewer, or pass --device cu",
+        ),
+        ("cuda:0", 2, "2 processes cannot share cuda:0 where each can have its own; pass --device cuda"),
+        ("cuda:0", 1, None),
+        ("cuda", 2, None),
+    ],
+)
+def test_processes_share_a_gpu_if_they_must(monkeypatch, device, gpus, message):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: None)  # every device is here
+    config = mg.TrainConfig(device=device)
+    if message is None:
+        assert config.torch_device() == torch.device("cuda", gpus - 1)
+    else:
+        with pytest.raises(ValueError, match=message):
+            config.torch_device()
+
+
+def test_stages_do_not_share_a_gpu():
+    with (
+        patch.object(mesh.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"),
+        pytest.raises(NotImplementedError, match="stages of a pipeline cannot share a cuda device, got pp = 2"),
+    ):
+        mesh.make_mesh(mg.Plan(pp=2), torch.device("cuda", 0))
