@@ -29,6 +29,8 @@ class TrainConfig:
 
     model: Literal["hierarchical", "graphormer"] = "hierarchical"
     """hierarchical: ANS-GT's; graphormer: with degree codes and hop distances."""
+    embedding: Literal["features", "learned"] = "features"
+    """features: a projection of the node's features; learned: a vector of its own for every node of this graph."""
     layers: int = 4
     dim: int = 128
     """Hidden width d."""
@@ -72,6 +74,7 @@ class TrainConfig:
     warmup: float = 0.1
     """Part of all steps spent in warm-up."""
     weight_decay: float = 0.1
+    """Of AdamW; a learned embedding has none (SparseAdam)."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     seed: int = 0
@@ -135,7 +138,9 @@ class TrainConfig:
         """Sequences of a global batch."""
         return self.batch_size * (self.samples if self.batching == "ego" else 1)
 
-    def model_config(self, *, in_features: int, num_classes: int, bias_size: int) -> ModelConfig:
+    def model_config(
+        self, *, in_features: int, num_classes: int, bias_size: int, graph_checksum: int = 0
+    ) -> ModelConfig:
         """The model to train on data of these sizes."""
         return ModelConfig(
             in_features=in_features,
@@ -148,6 +153,8 @@ class TrainConfig:
             bias=self.bias_form,
             bias_size=bias_size,
             max_degree=self.max_degree,
+            embedding=self.embedding,
+            graph_checksum=graph_checksum,
             dropout=self.dropout,
             input_dropout=self.input_dropout,
             attention_dropout=self.attention_dropout,

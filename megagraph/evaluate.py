@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megagraph.models.config import ModelConfig
 from megagraph.models.graphormer import Graphormer
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.models.transformer import GraphTransformer
+from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
@@ -25,6 +27,8 @@ from megagraph.run import Run
 
 def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
     """All that is computed once per graph."""
+    if config.embedding == "learned":
+        graph = replace(graph, features=graph.features[:, :0])  # nobody reads them
     return prepare(
         graph,
         batching=config.batching,
@@ -107,18 +111,30 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
-        ValueError: the graph does not have the features that the model was trained on.
+        ValueError: the graph does not have the features that the model was trained on, or, for a learned embedding,
+            is another graph.
     """
     opened = Run.open(run)
     config, model_config = opened.config, opened.model_config
     graph = as_graph(data, config)
-    if graph.in_features != model_config.in_features:
+    learned = model_config.embedding == "learned"
+    if learned and graph.checksum() != model_config.graph_checksum:
+        raise ValueError(
+            "the model has learned a vector for every node of the graph it was trained on, and this graph has other "
+            "edges; for another graph train with --embedding features"
+        )
+    if not learned and graph.in_features != model_config.in_features:
         raise ValueError(
             f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
         )
-    model = make_model(config, model_config)
-    model.load_state_dict(opened.weights())
+    model, weights, table = make_model(config, model_config), opened.weights(), None
+    if learned:
+        table = NodeTable(model_config.in_features, model_config.dim)
+        table.load_state_dict({"weight": weights.pop("node_table")})
+        table.to(config.torch_device(), config.parameter_dtype)
+    model.load_state_dict(weights)
     stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
     stage.to(config.torch_device(), config.parameter_dtype)
     nodes = np.arange(graph.num_nodes)
-    return class_probabilities(Pipeline([stage], [stage], Plan()), make_loader(config, batches(config, graph), nodes))
+    pipeline = Pipeline([stage], [stage], Plan(), table=table)
+    return class_probabilities(pipeline, make_loader(config, batches(config, graph), nodes))

@@ -21,6 +21,7 @@ from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
 from megagraph.data.datasets import Graph, Split, random_split
 from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader, make_model
 from megagraph.models.transformer import GraphTransformer
+from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
@@ -30,6 +31,7 @@ from megagraph.parallel.mesh import (
     on_rank_zero,
     process_group,
     rank,
+    replicas_of,
     sum_over_ranks,
     world_size,
 )
@@ -102,14 +104,19 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
     builder = on_every_rank(lambda: batches(config, graph))
     preprocess_seconds = time.perf_counter() - started
     check_equal("what is computed from the graph", _checksums(builder.coarsening))
+    learned = config.embedding == "learned"
     model_config = config.model_config(
-        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+        in_features=builder.num_rows if learned else graph.in_features,
+        num_classes=graph.num_classes,
+        bias_size=builder.structure.size,
+        graph_checksum=graph.checksum() if learned else 0,
     )
     run.write_model_config(model_config)
     mesh = make_mesh(plan, device)
     torch.manual_seed(config.seed)
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters += builder.num_rows * config.dim if learned else 0
     pipeline = make_pipeline(model, plan, mesh, device, config)
     del model  # and with it the other ranks' stages
     if run.writes:
@@ -165,7 +172,11 @@ def make_pipeline(
     stages = [Stage(model, layers, autocast=config.dtype == "bf16") for layers in own]
     for stage in stages:
         stage.to(device, config.parameter_dtype)
-    return Pipeline(stages, [replicate(stage, mesh, shard=plan.shard) for stage in stages], plan, mesh)
+    table = None
+    if config.embedding == "learned" and stages[0].first:
+        table = NodeTable(model.config.in_features, config.dim, seed=config.seed, replicas=replicas_of(mesh))
+        table.to(device, config.parameter_dtype)
+    return Pipeline(stages, [replicate(stage, mesh, shard=plan.shard) for stage in stages], plan, mesh, table)
 
 
 def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
@@ -176,21 +187,34 @@ def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
     return Share(dp_rank=dp_rank, dp=plan.dp, cp_rank=cp_rank, cp=plan.cp, num_microbatches=plan.num_microbatches)
 
 
+def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for the layers, SparseAdam for the table of a learned embedding."""
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(pipeline.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+    ]
+    if pipeline.table is not None:
+        optimizers.append(torch.optim.SparseAdam(pipeline.table.parameters()))
+    return optimizers
+
+
 def train_step(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer, batch: Batch, dropout_key: Tensor, clip_norm: float
+    pipeline: Pipeline, optimizers: list[torch.optim.Optimizer], batch: Batch, dropout_key: Tensor, clip_norm: float
 ) -> tuple[float, float]:
-    """One optimizer step on this rank's share of a global batch: the global loss, and the norm of its gradient."""
-    optimizer.zero_grad()
+    """One step of all optimizers on this rank's share of a global batch: the global loss, and its gradient's norm."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
     loss = pipeline.backward(batch, dropout_key, loss_sum)
-    norm = clip_gradients(pipeline.parameters(), clip_norm, pipeline.mesh)
-    optimizer.step()
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
+    for optimizer in optimizers:
+        optimizer.step()
     if pipeline.mesh is not None:
         loss = sum_over_ranks(loss.double())
     return loss.item(), float(norm)  # waits for the device, so the step's time is all of it
 
 
 class _Epochs:
-    """The state that goes from one epoch to the next: optimizer, schedule, step counter."""
+    """The state that goes from one epoch to the next: optimizers, schedule, step counter."""
 
     def __init__(
         self,
@@ -205,9 +229,7 @@ class _Epochs:
         share = own_share(pipeline.plan, pipeline.mesh)
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
-        self.optimizer = torch.optim.AdamW(
-            pipeline.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
-        )
+        self.optimizers = make_optimizers(pipeline, config)
         self.step = 0
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -248,11 +270,12 @@ class _Epochs:
         started = time.perf_counter()
         config = self.config
         learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
         batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
-        loss, gradient_norm = train_step(self.pipeline, self.optimizer, batch, keys, config.clip_norm)
+        loss, gradient_norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm)
         if not np.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {self.step} is {loss}; lower --learning-rate (now {learning_rate:.2e}), "

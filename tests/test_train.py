@@ -43,6 +43,7 @@ def losses(folder) -> list[float]:
         dict(),
         dict(bias="bucket"),
         dict(model="graphormer"),
+        dict(embedding="learned", epochs=20, input_dropout=0.2),
         dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, epochs=15),
         dict(batching="cluster", bias="projected", sequence_nodes=128, super_nodes=8, batch_size=2, epochs=15),
         dict(dtype="bf16"),
@@ -156,6 +157,10 @@ def test_bad_prediction(tmp_path, graph):
     mg.Trainer(config(tmp_path, max_steps=1)).fit(graph)
     with pytest.raises(ValueError, match="trained on 16 features a node, got a graph with 5"):
         mg.predict(tmp_path / "run", replace(graph, features=graph.features[:, :5]))
+    mg.Trainer(config(tmp_path, max_steps=1, embedding="learned", out=tmp_path / "learned")).fit(graph)
+    other = synthetic_graph(num_nodes=300, num_classes=3, in_features=16, seed=1)
+    with pytest.raises(ValueError, match="a vector for every node of the graph it was trained on, and this graph has"):
+        mg.predict(tmp_path / "learned", other)
 
 
 def test_a_loss_that_explodes_is_named(tmp_path, graph):
@@ -212,11 +217,16 @@ def graph_file(tmp_path_factory, graph):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--plan 1,2,1", "--plan 2,1,2 --stage-layers 1,1 --microbatches 4 --shard --workers 1"]
+    ("flags", "changes"),
+    [
+        ("--plan 1,2,1", {}),
+        ("--plan 2,1,2 --stage-layers 1,1 --microbatches 4 --shard --workers 1", {}),
+        ("--plan 2,1,2 --microbatches 2", dict(embedding="learned", model="graphormer", dtype="fp64")),
+    ],
 )
-def test_several_processes_equal_one(tmp_path, graph_file, flags):
+def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):
     """Two epochs: training goes on after an evaluation."""
-    small = SMALL | dict(dataset=str(graph_file), epochs=2, batch_size=64, learning_rate=1e-2, device="cpu")
+    small = SMALL | changes | dict(dataset=str(graph_file), epochs=2, batch_size=64, learning_rate=1e-2, device="cpu")
     one = mg.Trainer(config(tmp_path, **small, out=tmp_path / "one")).fit()
     words = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", value)]
     processes = 4 if "2,1,2" in flags else 2

@@ -55,6 +55,7 @@ class Batch:
     ending in zeros; ``torch.chunk(tensor, K)`` of every tensor gives the micro-batches. Shapes:
         features:         [K * U, d_in]     float32  raw features of the nodes and super nodes in local slots
         degrees:          [K * U]           int64    of these rows; a super node has the mean degree of its members
+        node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = a row of zeros
         node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
         structure:        [b, C + G, S, N]  float32  channels of ``ProjectedBias``, or
                           [b, S, N]         uint8    buckets of ``BucketBias``
@@ -68,6 +69,7 @@ class Batch:
 
     features: Tensor
     degrees: Tensor
+    node_ids: Tensor
     node_index: Tensor
     structure: Tensor
     key_padding_mask: Tensor
@@ -131,6 +133,11 @@ class _Builder:
         super_degrees = np.rint(np.bincount(coarsening.membership, weights=degrees) / members)
         self._degrees = torch.from_numpy(np.concatenate([degrees, super_degrees]).astype(np.int64))
 
+    @property
+    def num_rows(self) -> int:
+        """Nodes and super nodes."""
+        return len(self._degrees)
+
     def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray, share: Share) -> Batch:
         """The share of regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G] and labels [B, T]."""
         num_targets = int((labels >= 0).sum())
@@ -148,10 +155,11 @@ class _Builder:
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)
         padding[:, : layout.num_nodes] = regular < 0
-        features, degrees, node_index = self._row_tables(regular[:, block], supers, layout, num_microbatches)
+        features, degrees, node_ids, node_index = self._row_tables(regular[:, block], supers, layout, num_microbatches)
         return Batch(
             features=features,
             degrees=degrees,
+            node_ids=node_ids,
             node_index=node_index,
             structure=self.structure.build(regular, supers, layout),
             key_padding_mask=torch.from_numpy(padding),
@@ -165,8 +173,8 @@ class _Builder:
 
     def _row_tables(
         self, block: np.ndarray, supers: np.ndarray, layout: NodeLayout, num_microbatches: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A rank's regular nodes [b, <= R] and super nodes [b, N_s - G] -> features, degrees, node_index."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A rank's regular nodes [b, <= R] and super nodes [b, N_s - G] -> features, degrees, node_ids, node_index."""
         # one numbering for both: nodes first, then super nodes
         slots = np.full((len(block), layout.block_size + supers.shape[1]), -1)
         slots[:, : block.shape[1]] = block
@@ -182,16 +190,18 @@ class _Builder:
         node_index[padding] = 0
         num_rows = max(map(len, tables))
         features = torch.empty(num_microbatches, num_rows, self.graph.in_features)
-        degrees = torch.zeros(num_microbatches, num_rows, dtype=torch.int64)
-        for table, row_degrees, rows in zip(features, degrees, tables, strict=True):
-            row_degrees[: len(rows)] = self._degrees[rows]
+        node_ids = torch.full((num_microbatches, num_rows), -1)
+        for table, ids, rows in zip(features, node_ids, tables, strict=True):
             num_graph_rows = int(np.searchsorted(rows, self.graph.num_nodes))
             graph_rows = torch.from_numpy(rows[:num_graph_rows])
             super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
             torch.index_select(self._features, 0, graph_rows, out=table[:num_graph_rows])
             torch.index_select(self._super_features, 0, super_rows, out=table[num_graph_rows : len(rows)])
             table[len(rows) :] = 0
-        return features.flatten(0, 1), degrees.flatten(), torch.from_numpy(node_index)
+            ids[: len(rows)] = torch.from_numpy(rows)
+        node_ids = node_ids.flatten()
+        degrees = self._degrees[node_ids].masked_fill(node_ids < 0, 0)
+        return features.flatten(0, 1), degrees, node_ids, torch.from_numpy(node_index)
 
 
 class EgoBatches(_Builder):

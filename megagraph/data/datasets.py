@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,10 @@ class Graph:
         """A as [V, V] float32 ones."""
         ones = np.ones(self.num_edges, np.float32)
         return sp.csr_array((ones, self.indices, self.indptr), shape=(self.num_nodes, self.num_nodes))
+
+    def checksum(self) -> int:
+        """CRC-32 of the edges."""
+        return zlib.crc32(self.indices.data, zlib.crc32(self.indptr.data))
 
     @classmethod
     def from_data(cls, data: Any, name: str = "graph") -> Graph:

@@ -11,7 +11,7 @@ class ModelConfig:
     """A graph transformer; paper symbols in brackets.
 
     Args:
-        in_features: width of the raw node features [d_in].
+        in_features: width of the raw node features [d_in]; rows of the table of a learned embedding.
         num_classes: classes to tell apart [d_out].
         layers: transformer layers [L].
         dim: hidden width [d]; ``heads`` must divide it.
@@ -20,6 +20,9 @@ class ModelConfig:
         global_tokens: learned tokens that every node attends to.
         bias: ``"projected"`` (adjacency powers, one Linear per layer) or ``"bucket"`` (distances, one table per layer).
         bias_size: channels C of a projected bias, or buckets R of a table.
+        embedding: ``"features"`` (raw features, projected) or ``"learned"`` (vectors of width ``dim`` from a table
+            outside the model, in place of features).
+        graph_checksum: of the graph whose nodes a learned embedding knows.
         max_degree: largest degree with a code of its own (Graphormer).
         dropout, input_dropout, attention_dropout: probabilities in [0, 1).
     """
@@ -34,6 +37,8 @@ class ModelConfig:
     bias: Literal["projected", "bucket"] = "projected"
     bias_size: int = 7
     max_degree: int = 512
+    embedding: Literal["features", "learned"] = "features"
+    graph_checksum: int = 0
     dropout: float = 0.1
     input_dropout: float = 0.1
     attention_dropout: float = 0.5

@@ -20,6 +20,7 @@ _TABLES = ("global_tokens", "degree_table")
 class GraphTransformer(nn.Module):
     """Linear(d_in -> d) on raw features, learned global tokens, L pre-LN layers, LayerNorm, Linear(d -> classes).
 
+    With a learned embedding the features are vectors of width d from a table outside the model, taken as they are.
     Super nodes are rows like any other: the mean feature of their members passes the same projection. A row is
     encoded once per distinct node of the batch, and the last layer computes the rows that are read out only.
 
@@ -28,11 +29,12 @@ class GraphTransformer(nn.Module):
     """
 
     global_tokens: nn.Parameter | None
+    input_proj: nn.Linear | None
 
     def __init__(self, config: ModelConfig, *, mesh: DeviceMesh | None = None) -> None:
         super().__init__()
         self.config = config
-        self.input_proj = nn.Linear(config.in_features, config.dim)
+        self.input_proj = nn.Linear(config.in_features, config.dim) if config.embedding == "features" else None
         tokens = nn.Parameter(torch.empty(config.global_tokens, config.dim)) if config.global_tokens else None
         self.register_parameter("global_tokens", tokens)
         # keyed by the position in the whole model, which a pipeline stage keeps
@@ -77,7 +79,7 @@ class GraphTransformer(nn.Module):
         """Class scores of the first rows of every sequence.
 
         Args:
-            features: [U, d_in], the batch's distinct raw rows (graph nodes and super nodes).
+            features: [U, d_in], the batch's distinct raw rows (graph nodes and super nodes), or [U, d] learned ones.
             node_index: int64 [B, S - G], the row of ``features`` at each local position; G global tokens follow.
             structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank.
             key_padding_mask: bool [B, N], True = padding.
@@ -96,7 +98,10 @@ class GraphTransformer(nn.Module):
         return self.read_out(x)
 
     def encode(self, features: Tensor, degrees: Tensor | None) -> Tensor:
-        """Raw rows [U, d_in] -> [U, d]."""
+        """Raw rows [U, d_in], or learned ones [U, d] -> [U, d]."""
+        if self.input_proj is None:
+            mixed = torch.is_autocast_enabled(features.device.type)
+            return features.to(torch.get_autocast_dtype(features.device.type)) if mixed else features
         return self.input_proj(features.to(self.input_proj.weight.dtype))
 
     def embed(

@@ -76,6 +76,11 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, (plan.pp, plan.dp, plan.cp), mesh_dim_names=("pp", "dp", "cp"))
 
 
+def replicas_of(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The ranks that hold the same layers, dp x cp in one dim; ``None`` where that is one."""
+    return None if mesh is None or mesh["dp", "cp"].size() == 1 else mesh["dp", "cp"]._flatten("dp_cp")
+
+
 def on_every_rank(function: Callable[[], T]) -> T:
     """``function()`` on every rank; where it fails on one rank, every rank raises the first rank's error.
 

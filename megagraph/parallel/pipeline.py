@@ -22,6 +22,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import Batch
 from megagraph.models.transformer import GraphTransformer
+from megagraph.parallel.embedding import NodeTable
 from megagraph.planner.plan import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -65,10 +66,18 @@ class Stage(nn.Module):
         layout: NodeLayout,
         num_targets: int,
         dropout_key: Tensor | None = None,
+        features_grad: Tensor | None = None,
     ) -> Tensor:
-        """x [b, S, d], or nothing on the first stage -> [b, S, d], or class scores [b, T, classes] on the last."""
+        """x [b, S, d], or nothing on the first stage -> [b, S, d], or class scores [b, T, classes] on the last.
+
+        Args:
+            features_grad: [U, d], the gradient of learned features is added to it; a schedule of torch's keeps no
+                gradients of its inputs.
+        """
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if self.first:
+                if features_grad is not None:
+                    features = _collect_gradient(features, features_grad)
                 x = self.model.embed(features, degrees, node_index, layout, dropout_key)
             assert x is not None
             x = self.model.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
@@ -82,28 +91,35 @@ class Pipeline:
     Args:
         stages: the bare stages, for evaluation.
         modules: every stage, or a wrapper that reduces its gradients, for training.
+        table: of learned features, where this rank has the first stage.
         mesh: with the dim pp; ``None`` for one process.
     """
 
     def __init__(
-        self, stages: list[Stage], modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh | None = None
+        self,
+        stages: list[Stage],
+        modules: Sequence[nn.Module],
+        plan: Plan,
+        mesh: DeviceMesh | None = None,
+        table: NodeTable | None = None,
     ) -> None:
-        self.stages, self.modules, self.plan, self.mesh = stages, modules, plan, mesh
+        self.stages, self.modules, self.plan, self.mesh, self.table = stages, modules, plan, mesh, table
         self.config, self.device = stages[0].model.config, stages[0].device
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
         self._schedules: dict[tuple, ScheduleGPipe] = {}
         self._loss: Loss = _no_loss  # of the step that runs; the schedules, made once, call it
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's stages, by their names in the whole model."""
+        """The parameters of this rank's stages, by their names in the whole model; without the table."""
         return {name: parameter for stage in self.stages for name, parameter in stage.model.named_parameters()}
 
     def parameters(self) -> list[nn.Parameter]:
         return list(self.named_parameters().values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of the whole model's state."""
-        return {name: value for stage in self.stages for name, value in stage.model.state_dict().items()}
+        """This rank's part of the whole model's state, with the table of learned features."""
+        state = {name: value for stage in self.stages for name, value in stage.model.state_dict().items()}
+        return state if self.table is None else state | {"node_table": self.table.whole(self.table.weight.detach())}
 
     def train(self, mode: bool = True) -> None:
         """Switch the stages to training, or to evaluation."""
@@ -126,6 +142,16 @@ class Pipeline:
         """
         inputs = batch.model_inputs(dropout_key)
         self._loss = lambda scores, labels: loss(scores, labels) / batch.num_targets
+        if self.table is None:
+            return self._run(batch, inputs)
+        route = self.table.route(batch.node_ids)
+        inputs["features"] = self.table(route)
+        inputs["features_grad"] = torch.zeros_like(inputs["features"])
+        value = self._run(batch, inputs)
+        self.table.add_gradient(route, inputs["features_grad"])
+        return value
+
+    def _run(self, batch: Batch, inputs: dict[str, Any]) -> Tensor:
         if self._group is None:
             value = self._loss(self.modules[0](**inputs), batch.labels)
             value.backward()
@@ -139,6 +165,8 @@ class Pipeline:
     def logits(self, batch: Batch) -> Tensor | None:
         """Class scores [b, T, classes] of this rank's share; ``None`` unless it has the last stage."""
         inputs = batch.model_inputs()
+        if self.table is not None:
+            inputs["features"] = self.table(self.table.route(batch.node_ids))
         if self._group is None:
             return self.stages[0](**inputs)
         return self._schedule(batch, inputs, training=False).step(**inputs)
@@ -181,6 +209,18 @@ class Pipeline:
             kwargs_chunk_spec={name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()},
             scale_grads=False,
         )
+
+
+def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    """x, whose gradient is added to ``gradient``."""
+
+    def add(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        gradient.add_(leaf.grad)
+
+    x = x.detach().requires_grad_()
+    x.register_post_accumulate_grad_hook(add)
+    return x
 
 
 def _no_loss(scores: Tensor, labels: Tensor) -> Tensor:

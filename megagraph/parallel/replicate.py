@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megagraph.parallel.mesh import replicas_of
 from megagraph.parallel.pipeline import Stage
 
 
@@ -20,9 +21,9 @@ def replicate(stage: Stage, mesh: DeviceMesh | None, *, shard: bool) -> nn.Modul
     Args:
         shard: fully_shard, layer by layer; else DistributedDataParallel.
     """
-    if mesh is None or mesh["dp", "cp"].size() == 1:
+    replicas = replicas_of(mesh)
+    if replicas is None:
         return stage
-    replicas = mesh["dp", "cp"]._flatten("dp_cp")
     if not shard:
         replicated = DistributedDataParallel(stage, process_group=replicas.get_group())
         replicated.register_comm_hook(replicas.get_group(), _sum_bucket)
@@ -44,15 +45,27 @@ def _sum_bucket(group, bucket):  # DDP refuses annotations that are strings
 
 
 def clip_gradients(parameters: list[nn.Parameter], max_norm: float, mesh: DeviceMesh | None) -> Tensor:
-    """Scale the gradients down to a global norm of ``max_norm``; the norm before, each parameter counted once."""
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Scale the gradients down to a global norm of ``max_norm``; the norm before, each parameter counted once.
+
+    A sparse gradient is that of a ``NodeTable``: each rank of a stage has other rows of it.
+    """
+    sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+    dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    norm = nn.utils.get_total_norm([p.grad for p in dense if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    square = norm.double() ** 2
+    replicas = replicas_of(mesh)
+    for gradient in (p.grad for p in sparse if p.grad is not None):
+        own = gradient.values().double().square().sum()
+        if replicas is not None:
+            dist.all_reduce(own, group=replicas.get_group())
+        square += own
     if mesh is not None and mesh.get_group("pp").size() > 1:
-        square = norm.double() ** 2
         dist.all_reduce(square, group=mesh.get_group("pp"))
-        norm = square.sqrt().to(norm.dtype)
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norm = square.sqrt().to(norm.dtype)
+    for kind in (dense, sparse):
+        nn.utils.clip_grads_with_norm_(kind, max_norm, norm)
     return norm
 
 

@@ -64,6 +64,8 @@ def test_ego_batch(graph, ego):
     supers = ego.coarsening.membership[np.repeat(targets, 3)]
     np.testing.assert_array_equal(rows[:, -1], ego.coarsening.features[supers])
     assert len(np.unique(batch.features.numpy(), axis=0)) == len(batch.features)
+    row_ids = batch.node_ids[batch.node_index].numpy()
+    assert (row_ids[:, 0] == np.repeat(targets, 3)).all() and (row_ids[:, -1] == 400 + supers).all()
     degrees, membership = np.diff(graph.indptr), ego.coarsening.membership
     rows = batch.degrees[batch.node_index].numpy()
     np.testing.assert_array_equal(rows[:, 0], degrees[np.repeat(targets, 3)])
@@ -200,11 +202,13 @@ def test_shares_have_the_features_they_need(odd, dp, cp, num_microbatches):
         slots = batch.layout.local_to_global[:-2]  # global tokens have no features
         hidden = hidden_rows(batch)[:, :-2]
         assert batch.node_index.shape == hidden.shape and (batch.node_index[hidden] == 0).all()
-        both, whole_both = (torch.cat([b.features, b.degrees[:, None]], dim=1) for b in (batch, whole))
-        tables = both.chunk(num_microbatches)
+        rows, whole_rows = (
+            torch.cat([b.features, b.degrees[:, None], b.node_ids[:, None] + 1], dim=1) for b in (batch, whole)
+        )
+        tables = rows.chunk(num_microbatches)
         indices = batch.node_index.chunk(num_microbatches)
         rows = torch.cat([table[index] for table, index in zip(tables, indices, strict=True)])
-        expected = whole_both[whole.node_index[run]][:, slots]
+        expected = whole_rows[whole.node_index[run]][:, slots]
         real = ~hidden[: len(expected)]
         assert torch.equal(rows[: len(expected)][real], expected[real])
         sizes = []

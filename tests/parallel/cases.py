@@ -39,11 +39,13 @@ SHARDED = [
     ((2, 2, 2), "ego", "fp64"),
 ]
 CASES = [(*case, False) for case in product(LAYOUTS, BATCHINGS, DTYPES)] + [(*case, True) for case in SHARDED]
-# beside the hierarchical model: ego batches through another one
+# ego batches, too, but through another model or embedding
 GRAPHORMER = [((2, 1, 1), False), ((1, 2, 1), False), ((1, 1, 2), False), ((1, 2, 2), True), ((2, 2, 1), False)]
+LEARNED = [((2, 1, 1), False), ((1, 2, 1), False), ((1, 1, 2), True), ((1, 3, 1), False), ((2, 1, 2), False)]
 CASES += [(layout, "graphormer", "fp64", shard) for layout, shard in GRAPHORMER]
+CASES += [(layout, "learned", "fp64", shard) for layout, shard in LEARNED]
 NUM_LAYERS = 3
-GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1}
+GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2}
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 CLIP_NORM = 0.1
 STEPS = 5
@@ -56,9 +58,11 @@ def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
 
 
 def config_of(batching: str, dtype: str, dropout: float = 0.2) -> mg.TrainConfig:
-    model = "graphormer" if batching == "graphormer" else "hierarchical"
     return mg.TrainConfig(
-        model=model, batching="cluster" if batching == "cluster" else "ego", dtype=dtype, layers=NUM_LAYERS, dim=16,
+        model="graphormer" if batching == "graphormer" else "hierarchical",
+        embedding="learned" if batching == "learned" else "features",
+        bias="bucket" if batching == "learned" else "auto",
+        batching="cluster" if batching == "cluster" else "ego", dtype=dtype, layers=NUM_LAYERS, dim=16,
         ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
         batch_size=4 if batching == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
@@ -81,7 +85,7 @@ def builder_of(batching: str):
     with patch.object(batch_module, "SEQUENCE_ALIGNMENT", 1):
         return prepare(
             graph_of(batching), batching="cluster" if batching == "cluster" else "ego",
-            bias="projected" if batching == "ego" else "bucket", channels=3,
+            bias=config_of(batching, "fp32").bias_form, channels=3,
             max_distance=3, global_tokens=GLOBAL_TOKENS[batching], k=10, num_samples=2, sequence_nodes=47,
             cluster_size=20, num_super=7,
         )  # fmt: skip
@@ -106,7 +110,8 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
     device = torch.device("cpu")
     mesh = mesh_of(plan.pp, plan.cp, plan.dp)
     torch.manual_seed(0)
-    model_config = config.model_config(in_features=8, num_classes=3, bias_size=builder.structure.size)
+    in_features = builder.num_rows if batching == "learned" else 8
+    model_config = config.model_config(in_features=in_features, num_classes=3, bias_size=builder.structure.size)
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     with torch.no_grad():  # the initial weights are small; larger ones make every term count
         for parameter in model.parameters():
@@ -117,11 +122,16 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         "sgd": partial(torch.optim.SGD, lr=0.05),
         "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True),
     }
-    updates = make[optimizer](pipeline.parameters())
+    updates: list[torch.optim.Optimizer] = [make[optimizer](pipeline.parameters())]
+    if pipeline.table is not None:
+        pipeline.table.weight.data.mul_(10)
+        updates.append(torch.optim.SparseAdam(pipeline.table.parameters(), lr=0.01))
     batches = batches_of(batching, own_share(plan, mesh))
     first_keys = dropout_keys(7, 0, batches[0].sequence_ids)
     pipeline.backward(batches[0], first_keys, loss_sum)
     gradients = {name: p.grad.clone() for name, p in pipeline.named_parameters().items()}
+    if pipeline.table is not None:
+        gradients["node_table"] = pipeline.table.whole(pipeline.table.weight.grad.to_dense())
     result: dict[str, Any] = {"losses": [], "norms": [], "targets": [], "gradients": gather_tensors(gradients, mesh)}
     for step, batch in enumerate([*batches[: STEPS - 1], batches[-1]]):
         keys = dropout_keys(7, step, batch.sequence_ids)
