@@ -73,8 +73,12 @@ def make_loader(
 def as_graph(data: Any, config: TrainConfig) -> Graph:
     """``None`` is the configured data set; what is no :class:`Graph` is read as a ``torch_geometric.data.Data``."""
     if data is None:
-        return load_graph(config.dataset, config.root, seed=config.seed)
-    return data if isinstance(data, Graph) else Graph.from_data(data)
+        graph = load_graph(config.dataset, config.root, seed=config.seed)
+    else:
+        graph = data if isinstance(data, Graph) else Graph.from_data(data)
+    if config.embedding == "features" and graph.in_features == 0:
+        raise ValueError("expected nodes with features, got none; add some, or pass --embedding learned")
+    return graph
 
 
 def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:

@@ -98,6 +98,14 @@ def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
     assert mg.Trainer(config(tmp_path, split="public")).fit(data).steps == 3 * -(-100 // 16)
 
 
+def test_a_learned_embedding_needs_no_features(tmp_path, graph):
+    bare = replace(graph, features=graph.features[:, :0])
+    mg.Trainer(config(tmp_path, embedding="learned", max_steps=2)).fit(bare)
+    assert mg.predict(tmp_path / "run", bare).shape == (300, 3)
+    with pytest.raises(ValueError, match="expected nodes with features, got none; add some, or pass --emb"):
+        mg.Trainer(config(tmp_path, out=tmp_path / "other")).fit(bare)
+
+
 def test_schedule():
     factors = [schedule(step, 100, 0.1) for step in range(100)]
     assert factors.index(max(factors)) == 10 and factors[10] == 1.0

@@ -55,10 +55,9 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float, mesh: Device
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     square = norm.double() ** 2
-    replicas = replicas_of(mesh)
     for gradient in (p.grad for p in sparse if p.grad is not None):
         own = gradient.values().double().square().sum()
-        if replicas is not None:
+        if (replicas := replicas_of(mesh)) is not None:
             dist.all_reduce(own, group=replicas.get_group())
         square += own
     if mesh is not None and mesh.get_group("pp").size() > 1:

@@ -47,6 +47,7 @@ CASES += [(layout, "learned", "fp64", shard) for layout, shard in LEARNED]
 NUM_LAYERS = 3
 GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2}
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
+MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
 CLIP_NORM = 0.1
 STEPS = 5
 
