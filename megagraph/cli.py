@@ -1,4 +1,4 @@
-"""The command line: ``megagraph train`` and ``megagraph predict``."""
+"""The command line: ``megagraph train``, ``predict`` and ``data``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch.distributed as dist
 import tyro
 
 from megagraph.config import TrainConfig
+from megagraph.data.store import FeatureForm
 from megagraph.parallel.mesh import on_every_rank, process_group, rank
 
 Job = Callable[[], None]
@@ -56,12 +57,67 @@ def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> Job:
     return job
 
 
+def import_data(
+    dataset: tyro.conf.Positional[str], /, *, out: Path, root: Path | None = None, features: FeatureForm = "same"
+) -> Job:
+    """Make a graph store, a folder that is a --dataset of its own, from a data set.
+
+    Args:
+        dataset: what --dataset of megagraph train takes.
+        out: folder of the store; one that is there already is replaced once the new one is complete.
+        root: folder of the named data sets.
+        features: how to keep them; "same" is as they come.
+    """
+
+    def job() -> None:
+        from megagraph.data.datasets import load_graph
+        from megagraph.data.store import describe, write_store
+
+        write_store(load_graph(dataset, root), out, features)
+        print(describe(out))
+
+    return job
+
+
+def data_info(folder: tyro.conf.Positional[Path], /, verify: bool = False) -> Job:
+    """Say what a graph store holds.
+
+    Args:
+        folder: of the store.
+        verify: read all of it: checksums, ranges, order, and both directions of every edge.
+    """
+
+    def job() -> None:
+        from megagraph.data.store import describe, verify_store
+
+        print(describe(folder))
+        if verify:
+            verify_store(folder)
+            print("verified: checksums, ranges, order of neighbours, both directions of every edge")
+
+    return job
+
+
+def data(
+    job: tyro.conf.OmitSubcommandPrefixes[
+        tyro.conf.OmitArgPrefixes[
+            Annotated[Any, tyro.conf.subcommand("import", constructor=import_data)]
+            | Annotated[Any, tyro.conf.subcommand("info", constructor=data_info)]
+        ]
+    ],
+) -> Job:
+    """Graph stores: graphs on disk, mapped into memory instead of read."""
+    return job
+
+
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.extras.subcommand_cli_from_dict({"train": train, "predict": predict}, prog="megagraph")
+            return tyro.extras.subcommand_cli_from_dict(
+                {"train": train, "predict": predict, "data": data}, prog="megagraph"
+            )
     except SystemExit as stop:
         if stop.code:
             raise ValueError(f"cannot read the command line\n{said.getvalue().rstrip()}") from None

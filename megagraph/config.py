@@ -19,7 +19,7 @@ class TrainConfig:
     """How to train; every field is a flag of ``megagraph train``."""
 
     dataset: str = "synthetic"
-    """synthetic, citeseer, cora, pubmed, computers, reddit, reddit2, ogbn-arxiv, ogbn-products, or a FILE.npz."""
+    """synthetic, citeseer, cora, pubmed, computers, reddit, reddit2, ogbn-arxiv, ogbn-products, FILE.npz or a store."""
     root: Path | None = None
     """Folder of the named data sets; what is missing there is downloaded."""
     split: Literal["random", "public"] = "random"

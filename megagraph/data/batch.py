@@ -127,7 +127,6 @@ class _Builder:
         self.graph = graph
         self.coarsening = coarsening
         self.structure = structure
-        self._features = torch.from_numpy(graph.features)
         self._super_features = torch.from_numpy(coarsening.features)
         degrees, members = np.diff(graph.indptr), np.bincount(coarsening.membership)
         super_degrees = np.rint(np.bincount(coarsening.membership, weights=degrees) / members)
@@ -193,9 +192,8 @@ class _Builder:
         node_ids = torch.full((num_microbatches, num_rows), -1)
         for table, ids, rows in zip(features, node_ids, tables, strict=True):
             num_graph_rows = int(np.searchsorted(rows, self.graph.num_nodes))
-            graph_rows = torch.from_numpy(rows[:num_graph_rows])
             super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
-            torch.index_select(self._features, 0, graph_rows, out=table[:num_graph_rows])
+            self.graph.read_features(rows[:num_graph_rows], table[:num_graph_rows].numpy())
             torch.index_select(self._super_features, 0, super_rows, out=table[num_graph_rows : len(rows)])
             table[len(rows) :] = 0
             ids[: len(rows)] = torch.from_numpy(rows)

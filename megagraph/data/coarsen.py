@@ -9,6 +9,8 @@ import scipy.sparse as sp
 
 from megagraph.data.datasets import Graph
 
+_CHUNK_NODES = 1 << 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Coarsening:
@@ -52,9 +54,22 @@ def coarsen(graph: Graph, num_parts: int) -> Coarsening:
     coarse = scaled.T @ graph.adjacency @ scaled
     return Coarsening(
         membership=membership,
-        features=(one_hot.T @ graph.features) / size[:, None],
+        features=part_sums(graph, membership) / size[:, None],
         adjacency=normalized_adjacency(coarse),
     )
+
+
+def part_sums(graph: Graph, membership: np.ndarray) -> np.ndarray:
+    """Features summed over the members of every part, float32 [P, d_in]; nodes are read in order, in chunks."""
+    num_parts = int(membership.max()) + 1
+    sums = np.zeros((num_parts, graph.in_features), np.float32)
+    for start in range(0, graph.num_nodes, _CHUNK_NODES):
+        nodes = np.arange(start, min(start + _CHUNK_NODES, graph.num_nodes))
+        rows = np.empty((len(nodes), graph.in_features), np.float32)
+        graph.read_features(nodes, rows)
+        members = (np.ones(len(nodes), np.float32), (membership[nodes], nodes - start))
+        sums += sp.csr_array(members, shape=(num_parts, len(nodes))) @ rows
+    return sums
 
 
 def normalized_adjacency(adjacency: sp.csr_array) -> sp.csr_array:

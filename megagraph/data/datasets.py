@@ -42,32 +42,32 @@ class Graph:
     Shapes (V nodes, E directed edges, both directions of every edge stored):
         indptr:   [V + 1]    int64    CSR row starts
         indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
-        features: [V, d_in]  float32  finite
+        features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
         labels:   [V]        int64    class, -1 = not labelled
-    ``split`` is the data set's own split, None where it has none.
+    ``split`` is the data set's own split, None where it has none. ``store`` is the folder that the arrays are mapped
+    from (``megagraph.data.store``): they stay on disk until they are read, and a process that is sent the graph maps
+    them again.
     """
 
     name: str
     indptr: np.ndarray
     indices: np.ndarray
-    features: np.ndarray
+    features: np.ndarray | sp.csr_array
     labels: np.ndarray
     num_classes: int
     split: Split | None = None
+    store: Path | None = None
 
     def __post_init__(self) -> None:
         if self.num_nodes == 0:
             raise ValueError("expected a graph with nodes, got an empty graph; check the file it was read from")
         if self.num_edges == 0:
             raise ValueError("expected a graph with edges, got none; self loops and duplicates do not count")
-        if self.features.ndim != 2 or len(self.features) != self.num_nodes:
+        if self.features.ndim != 2 or self.features.shape[0] != self.num_nodes:
             raise ValueError(
                 f"expected features of shape [{self.num_nodes}, d_in], got {list(self.features.shape)}; "
                 "pass one row per node"
             )
-        if not np.isfinite(self.features).all():
-            row = int(np.flatnonzero(~np.isfinite(self.features).all(axis=1))[0])
-            raise ValueError(f"expected finite features, got NaN or inf first in row {row}; clean that row")
         if self.labels.shape != (self.num_nodes,):
             raise ValueError(f"expected labels of shape [{self.num_nodes}], got {list(self.labels.shape)}")
         low, high = int(self.labels.min()), int(self.labels.max())
@@ -99,6 +99,22 @@ class Graph:
     def in_features(self) -> int:
         return self.features.shape[1]
 
+    def read_features(self, nodes: np.ndarray, out: np.ndarray) -> None:
+        """Rows of ``nodes`` [n] as float32 into ``out`` [n, d_in]; of mapped features, only these are read."""
+        if isinstance(self.features, sp.csr_array):
+            self.features[nodes].toarray(out=out)
+        elif self.features.dtype == out.dtype:
+            np.take(self.features, nodes, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
+        else:
+            out[...] = self.features[nodes]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.store is None:
+            return object.__reduce_ex__(self, protocol)
+        from megagraph.data.store import open_store
+
+        return open_store, (self.store,)
+
     @property
     def adjacency(self) -> sp.csr_array:
         """A as [V, V] float32 ones."""
@@ -111,14 +127,22 @@ class Graph:
 
     @classmethod
     def from_data(cls, data: Any, name: str = "graph") -> Graph:
-        """Take a ``torch_geometric.data.Data``, or anything with its attributes.
+        """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
 
         Args:
-            data: ``x`` [V, d_in], ``edge_index`` [2, E] and ``y`` [V] or [V, 1] integer tensors; optionally
-                ``train_mask``, ``val_mask`` and ``test_mask`` [V] (of several splits as columns, the first).
-                Directed edges are made undirected, self loops are dropped and duplicates merged.
+            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and ``y`` [V] or [V, 1] integer tensors;
+                optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] (of several splits as columns, the
+                first). Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
+                Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
+                refused, and so are several labels a node.
         """
+        if isinstance(data, tuple):
+            graph, labels = data
+            return cls._from_arrays(name, graph["node_feat"], graph["edge_index"], labels, None)
         x, edge_index, y = (_attribute(data, key) for key in ("x", "edge_index", "y"))
+        for key in ("edge_weight", "edge_attr"):
+            if getattr(data, key, None) is not None:
+                _refuse_weights(f"data.{key}", _attribute(data, key))
         masks = [_attribute(data, f"{part}_mask") for part in _PARTS if hasattr(data, f"{part}_mask")]
         split = None
         if len(masks) == len(_PARTS):
@@ -145,7 +169,12 @@ class Graph:
             raise ValueError(
                 f"expected an integer edge_index of shape [2, E], got {edge_index.dtype} {list(edge_index.shape)}"
             )
-        num_nodes = len(x)
+        num_nodes = x.shape[0]
+        if sp.issparse(x):
+            x = sp.csr_array(x, dtype=np.float32)
+        elif x.dtype != np.float16:
+            x = np.ascontiguousarray(x, np.float32)
+        check_finite(x)
         if edge_index.size and (edge_index.min() < 0 or edge_index.max() >= num_nodes):
             raise ValueError(
                 f"expected edge_index in 0..{num_nodes - 1}, got {edge_index.min()}..{edge_index.max()}; "
@@ -159,20 +188,46 @@ class Graph:
             name=name,
             indptr=adjacency.indptr.astype(np.int64),
             indices=adjacency.indices.astype(np.int32),
-            features=np.ascontiguousarray(x, np.float32),
+            features=x,
             labels=y.astype(np.int64),
             num_classes=int(y.max(initial=-1)) + 1,
             split=split,
         )
 
 
-def _attribute(data: Any, key: str) -> np.ndarray:
+def _attribute(data: Any, key: str) -> Any:
+    """A tensor as a numpy array; a sparse ``x`` as a CSR matrix."""
     value = getattr(data, key, None)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
             f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x, edge_index and y"
         )
-    return (value.to_dense() if value.layout != torch.strided else value).numpy(force=True)
+    if value.layout == torch.strided:
+        return value.numpy(force=True)
+    if key != "x" or value.ndim != 2:
+        return value.to_dense().numpy(force=True)
+    value = value.to_sparse_coo().coalesce()
+    entries = (value.values().numpy(force=True), tuple(value.indices().numpy(force=True)))
+    return sp.coo_array(entries, shape=tuple(value.shape)).tocsr()
+
+
+def check_finite(features: np.ndarray | sp.csr_array, first_row: int = 0) -> None:
+    """Raise ValueError that names the first row with NaN or inf, counted from ``first_row``."""
+    finite = np.isfinite(features.data if isinstance(features, sp.csr_array) else features)
+    if not finite.all():
+        if isinstance(features, sp.csr_array):
+            row = int(np.searchsorted(features.indptr, finite.argmin(), side="right")) - 1
+        else:
+            row = int(finite.all(axis=1).argmin())
+        raise ValueError(f"expected finite features, got NaN or inf first in row {first_row + row}; clean that row")
+
+
+def _refuse_weights(name: str, weights: np.ndarray) -> None:
+    if weights.size and (weights != weights.flat[0]).any():
+        raise ValueError(
+            f"expected an unweighted graph, got {name} with values of {weights.min():g}..{weights.max():g}; "
+            "weighted edges and edge features are not supported: take them away, or drop the weakest edges"
+        )
 
 
 def _planetoid(root: Path, name: str) -> Graph:
@@ -233,10 +288,10 @@ _SOURCES = {
 
 
 def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
-    """Load a data set by name, or from an ``.npz`` file with the keys of ``torch_geometric.io.read_npz``.
+    """Load a data set by name, from an ``.npz`` file with the keys of ``torch_geometric.io.read_npz``, or from a store.
 
     Args:
-        dataset: "synthetic", a name of the list above, or a path that ends in ``.npz``.
+        dataset: "synthetic", a name of the list above, a path that ends in ``.npz``, or the folder of a store.
         root: folder of the named data sets. Raw files found there are used, others are downloaded by PyG or
             ogb, which also write a ``processed`` folder beside ``raw``.
         seed: of the synthetic graph.
@@ -246,9 +301,13 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     if dataset.endswith(".npz"):
         return _load_npz(Path(dataset))
     source = _SOURCES.get(dataset)
+    if source is None and Path(dataset).is_dir():
+        from megagraph.data.store import open_store
+
+        return open_store(Path(dataset))
     if source is None:
         names = ", ".join(["synthetic", *_SOURCES])
-        raise ValueError(f"expected one of {names}, or a path to an .npz file, got {dataset!r}")
+        raise ValueError(f"expected one of {names}, a path to an .npz file, or a store folder, got {dataset!r}")
     if root is None:
         raise ValueError(f"expected a folder for {dataset}, got none; name it with --root")
     try:
@@ -268,11 +327,13 @@ def _load_npz(path: Path) -> Graph:
 
     try:
         data = read_npz(str(path))
-    except KeyError as error:
+    except (KeyError, ValueError) as error:
         raise ValueError(
             f"expected {path} to hold adj_data, adj_indices, adj_indptr, adj_shape, the same four of attr, and "
             f"labels; {error.args[0]}"
         ) from error
+    with np.load(path) as file:
+        _refuse_weights("adj_data", file["adj_data"])
     return Graph.from_data(data, path.stem)
 
 

@@ -1,0 +1,275 @@
+import hashlib
+import json
+import pickle
+import re
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from megagraph.cli import main
+from megagraph.data.batch import prepare
+from megagraph.data.datasets import Graph, Split, load_graph, synthetic_graph
+from megagraph.data.loader import Loader
+from megagraph.data.store import describe, open_store, verify_store, write_store
+
+
+@pytest.fixture(scope="module")
+def graph():
+    """Features with zeros, exact in fp16; a split with an empty part."""
+    graph = synthetic_graph(num_nodes=300, in_features=8, seed=0)
+    features = np.where(graph.features > 0, np.round(graph.features * 8) / 8, 0).astype(np.float32)
+    split = Split(np.arange(200), np.arange(200, 300), np.arange(0))
+    fields = {name: getattr(graph, name) for name in ("indptr", "indices", "labels", "num_classes")}
+    return Graph(name="mine", features=features, split=split, **fields)
+
+
+@pytest.fixture(params=["same", "fp32", "fp16", "sparse"])
+def stored(request, graph, tmp_path):
+    write_store(graph, tmp_path / "store", request.param)
+    return open_store(tmp_path / "store")
+
+
+def rows(graph, nodes):
+    out = np.full((len(nodes), graph.in_features), np.nan, np.float32)
+    graph.read_features(np.asarray(nodes), out)
+    return out
+
+
+def test_a_store_is_the_graph(stored, graph):
+    verify_store(stored.store)
+    for name in ("indptr", "indices", "labels"):
+        got, want = getattr(stored, name), getattr(graph, name)
+        assert got.dtype == want.dtype and (got == want).all() and isinstance(got.base, np.memmap)
+    assert (rows(stored, [7, 2, 2, 299]) == graph.features[[7, 2, 2, 299]]).all()
+    for part in ("train", "val", "test"):
+        assert getattr(stored.split, part).tolist() == getattr(graph.split, part).tolist()
+    assert (stored.name, stored.num_classes, stored.in_features) == ("mine", graph.num_classes, 8)
+    assert describe(stored.store).startswith(f"mine: 300 nodes, {graph.num_edges // 2:,} undirected edges, 8 features")
+
+
+def test_batches_are_those_of_the_graph_and_workers_map_the_files_again(stored, graph):
+    def batch(graph):
+        return Loader(prepare(graph), np.arange(20), batch_size=20, seed=0, shuffle=False).epoch(0)
+
+    for got, want in zip(batch(stored), batch(graph), strict=True):
+        assert torch.equal(got.features, want.features) and torch.equal(got.structure, want.structure)
+    sent = pickle.dumps(stored)
+    again = pickle.loads(sent)
+    assert len(sent) < 1000 and (rows(again, range(300)) == graph.features).all()
+    assert isinstance(again.indices.base, np.memmap)
+    assert (pickle.loads(pickle.dumps(graph)).indices == graph.indices).all()
+
+
+def test_sparse_and_fp16_tensors_stay_as_they_are():
+    x = torch.tensor([[0.0, 2.0], [0.0, 0.0], [1.0, 0.0]])
+    data = {"edge_index": torch.tensor([[0, 1], [1, 2]]), "y": torch.tensor([0, 1, 1])}
+    for given in (x.half(), x.to_sparse()):
+        graph = Graph.from_data(SimpleNamespace(x=given, **data))
+        assert (rows(graph, [2, 0, 1]) == x.numpy()[[2, 0, 1]]).all()
+        assert graph.features.dtype == np.float16 if given.dtype == torch.half else sp.issparse(graph.features)
+
+
+def test_an_ogb_item_is_a_graph():
+    item = ({"node_feat": np.ones((3, 2), np.float32), "edge_index": np.array([[0, 1], [1, 2]])}, np.zeros((3, 1), int))
+    assert Graph.from_data(item).num_edges == 4
+
+
+def command(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["megagraph", *map(str, arguments)])
+    code = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    return code, "".join(capsys.readouterr())
+
+
+def test_import_info_and_train(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "folder" / "store"
+    assert command(monkeypatch, capsys, "data", "import", "synthetic", "--out", out, "--features", "fp16")[0] == 0
+    code, said = command(monkeypatch, capsys, "data", "info", out, "--verify")
+    assert code == 0 and "64 features (float16), 6 classes" in said and "verified" in said
+    assert load_graph(str(out), None).store == out
+    assert [path.name for path in out.parent.iterdir()] == ["store"]
+    small = ("--samples", 1, "--layers", 1, "--dim", 16, "--heads", 2, "--epochs", 1, "--max-steps", 1)
+    assert command(monkeypatch, capsys, "train", "--dataset", out, "--out", tmp_path / "run", *small)[0] == 0
+
+
+def damage(store, name, change):
+    """Change an array of a store; its header describes the new one, but for the checksum."""
+    array = change(np.load(store / f"{name}.npy"))
+    np.save(store / f"{name}.npy", array)
+    header = json.loads((store / "header.json").read_text())
+    size = (store / f"{name}.npy").stat().st_size
+    header["arrays"][name] |= {"bytes": size, "shape": list(array.shape), "dtype": array.dtype.str}
+    (store / "header.json").write_text(json.dumps(header))
+
+
+def rehash(store):
+    """Make all checksums right, so that verification looks further."""
+    header = json.loads((store / "header.json").read_text())
+    for name, array in header["arrays"].items():
+        array["sha256"] = hashlib.sha256((store / f"{name}.npy").read_bytes()).hexdigest()
+    (store / "header.json").write_text(json.dumps(header))
+
+
+def put(position, value):
+    def change(array):
+        array[position] = value
+        return array
+
+    return change
+
+
+def edit_header(**changes):
+    def damage(store):
+        header = json.loads((store / "header.json").read_text()) | changes
+        (store / "header.json").write_text(json.dumps(header))
+
+    return damage
+
+
+def truncate(store):
+    path = store / "indices.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def flip_a_bit(store):
+    damage(store, "features", put((5, 3), 0.25))
+
+
+def out_of_range(store):
+    damage(store, "indices", put(-1, 300))
+    rehash(store)
+
+
+def one_way(store):
+    """Two nodes exchange one neighbour each."""
+
+    def change(indices):
+        indices[0] = next(node for node in range(299, 0, -1) if node not in indices[:10])
+        indices[: np.load(store / "indptr.npy")[1]].sort()
+        return indices
+
+    damage(store, "indices", change)
+    rehash(store)
+
+
+def nan_feature(store):
+    damage(store, "features", put((17, 0), np.nan))
+    rehash(store)
+
+
+@pytest.mark.parametrize(
+    ("harm", "verify", "message"),
+    [
+        (truncate, False, r"expected .*indices\.npy of \d+ bytes, got \d+; import the graph again"),
+        (lambda store: (store / "labels.npy").unlink(), False, r"expected .*labels\.npy of 2528 bytes, got 0"),
+        (lambda store: (store / "header.json").unlink(), False, "expected a graph store, got .* without header.json"),
+        (lambda store: (store / "header.json").write_text("{}"), False, "expected the header of a graph store"),
+        (edit_header(version=2), False, "expected a graph store of version 1, got 2"),
+        (edit_header(arrays={}), False, "to hold features, indices, indptr, labels, got "),
+        (
+            lambda store: damage(store, "features", lambda x: x[:-1]),
+            False,
+            r"expected features of shape \[300, d_in\], got \[299, 8\]",
+        ),
+        (
+            lambda store: damage(store, "features", np.float64),
+            False,
+            r"features\.npy of dtype <f4 or <f2 and shape \[300, 8\], got <f8",
+        ),
+        (lambda store: damage(store, "indptr", put(-1, 5)), False, r"indptr\.npy to go from 0 to \d+, got 0\.\.5"),
+        (flip_a_bit, True, r"expected .*features\.npy with sha256 \w+, got \w+"),
+        (out_of_range, True, r"expected .*indices\.npy in 0\.\.299, got 0\.\.300"),
+        (one_way, True, "expected both directions of every edge"),
+        (nan_feature, True, "expected finite features, got NaN or inf first in row 17"),
+    ],
+)
+def test_a_damaged_store_is_refused(harm, verify, message, graph, tmp_path, monkeypatch, capsys):
+    write_store(graph, tmp_path / "store")
+    harm(tmp_path / "store")
+    if verify:
+        assert command(monkeypatch, capsys, "data", "info", tmp_path / "store")[0] == 0
+    else:
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            load_graph(str(tmp_path / "store"), None)
+    code, said = command(monkeypatch, capsys, "data", "info", tmp_path / "store", "--verify")
+    assert code == 1 and re.search(message, said) and "Traceback" not in said
+
+
+def npz(path, **changes):
+    adjacency = sp.random_array((30, 30), density=0.2, format="csr", rng=0)
+    x = sp.csr_array(np.arange(60, dtype=np.float32).reshape(30, 2) - 30)  # PyG turns what is above 0 into 1
+    values = {"labels": np.arange(30) % 3}
+    for key, matrix in {"adj": adjacency, "attr": x}.items():
+        values |= {f"{key}_{part}": getattr(matrix, part) for part in ("data", "indices", "indptr", "shape")}
+    values["adj_data"] = np.ones(adjacency.nnz)
+    np.savez(path, **values | {key: change(values[key]) for key, change in changes.items()})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"adj_indices": put(3, 30)},
+            (),
+            r"bad\.npz to hold adj_data, .*; axis 1 index 30 exceeds matrix dimension 30",
+        ),
+        ({"attr_data": put(1, np.nan)}, (), "expected finite features, got NaN or inf first in row 0"),
+        ({"labels": lambda x: x[:-1]}, (), r"expected labels of shape \[30\], got \[29\]"),
+        ({"labels": lambda x: np.stack([x, x], 1)}, (), r"got multi-label y of shape \[30, 2\]"),
+        ({"adj_data": put(0, 2.5)}, (), r"expected an unweighted graph, got adj_data with values of 1\.\.2\.5"),
+        (
+            {"attr_data": put(0, -1e5)},
+            ("--features", "fp16"),
+            "expected features of at most 65504 for fp16, got 100000",
+        ),
+    ],
+)
+def test_a_failed_import_leaves_the_store_as_it_was(changes, options, message, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "store"
+    assert command(monkeypatch, capsys, "data", "import", npz(tmp_path / "good.npz"), "--out", out)[0] == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    bad = npz(tmp_path / "bad.npz", **changes)
+    code, said = command(monkeypatch, capsys, "data", "import", bad, "--out", out, *options)
+    assert code == 1 and re.search(message, said) and "Traceback" not in said
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.npz", "good.npz", "store"]
+
+
+def test_a_file_that_may_not_grow_leaves_the_store_as_it_was(graph, tmp_path):
+    write_store(graph, tmp_path / "store")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-m", "megagraph", "data", "import", "synthetic", "--out", tmp_path / "store"],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"could not write features\.npy of 512,000 bytes into .*: File too large; make room", done.stderr)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_other_folders_are_not_replaced(graph, tmp_path):
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(FileExistsError, match="to be free or a graph store, got something else"):
+        write_store(graph, tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("key", ["edge_weight", "edge_attr"])
+def test_weighted_edges_are_refused(key):
+    data = {"x": torch.ones(3, 2), "edge_index": torch.tensor([[0, 1], [1, 2]]), "y": torch.tensor([0, 1, 1])}
+    with pytest.raises(ValueError, match=f"expected an unweighted graph, got data.{key} with values of 1..3"):
+        Graph.from_data(SimpleNamespace(**data, **{key: torch.tensor([1.0, 3.0])}))
+    assert Graph.from_data(SimpleNamespace(**data, **{key: torch.ones(2, 1)})).num_edges == 4
