@@ -123,7 +123,7 @@ class Graph:
 
     def checksum(self) -> int:
         """CRC-32 of the edges."""
-        return zlib.crc32(self.indices.data, zlib.crc32(self.indptr.data))
+        return zlib.crc32(np.ascontiguousarray(self.indices).data, zlib.crc32(np.ascontiguousarray(self.indptr).data))
 
     @classmethod
     def from_data(cls, data: Any, name: str = "graph") -> Graph:
