@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megagraph.models.config import ModelConfig
-from megagraph.planner.plan import Plan
+from megagraph.planner.plan import Plan, ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +89,15 @@ class TrainConfig:
     """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp."""
     stage_layers: str | None = None
     """Layers of every pipeline stage, as in 3,7,7,7; default as even as can be."""
+    stages_per_rank: int = 1
+    """Stages of every rank of a pipeline (virtual stages): with pp = 2 the first rank has stages 0, 2, ..."""
     microbatches: int = 1
     """Parts of a batch that follow each other through the stages of a pipeline."""
-    schedule: Literal["gpipe"] = "gpipe"
+    schedule: ScheduleName = "gpipe"
+    """gpipe: all forward, then all backward; 1f1b: fewer micro-batches in memory; interleaved: several stages per rank,
+    shorter waits; zero_bubble: gradients of weights fill the waits."""
+    checkpoint: bool = False
+    """Keep the input of every layer only, and compute the rest again for the backward pass."""
     shard: bool = False
     """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
 
@@ -122,14 +128,19 @@ class TrainConfig:
         """The layout of the processes."""
         pp, cp, dp = _integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
         Plan(pp=pp, cp=cp, dp=dp)  # so that the degrees are checked before the stages
-        layers = () if self.stage_layers is None else _integers("stage_layers", self.stage_layers, f"{pp} numbers", pp)
+        stages = pp * self.stages_per_rank
+        layers: tuple[int, ...] = ()
+        if self.stage_layers is not None:
+            layers = _integers("stage_layers", self.stage_layers, f"{stages} numbers", stages)
         return Plan(
             pp=pp,
             cp=cp,
             dp=dp,
             layers=layers,
+            stages_per_rank=self.stages_per_rank,
             num_microbatches=self.microbatches,
             schedule=self.schedule,
+            checkpoint=self.checkpoint,
             shard=self.shard,
         )
 

@@ -169,7 +169,7 @@ def make_pipeline(
 ) -> Pipeline:
     """This rank's stages of a model under a plan, gradients summed over their replicas."""
     own = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp") :: plan.pp]
-    stages = [Stage(model, layers, autocast=config.dtype == "bf16") for layers in own]
+    stages = [Stage(model, layers, autocast=config.dtype == "bf16", checkpoint=plan.checkpoint) for layers in own]
     for stage in stages:
         stage.to(device, config.parameter_dtype)
     table = None

@@ -358,7 +358,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        inputs, results = ctx.saved_tensors[: 4 * len(ctx.layouts)], ctx.saved_tensors[4 * len(ctx.layouts) :]
+        tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
+        inputs, results = tensors[: 4 * len(ctx.layouts)], tensors[4 * len(ctx.layouts) :]
         ranks = _RingAttention._ranks(ctx, inputs)
         saved = [
             {"d_out": d_out, "lse": lse, "delta": row_delta(d_out, out, d_lse, ctx.impl)}

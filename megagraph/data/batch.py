@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from megagraph.data.sample import Neighbors, personalized_pagerank, sample_neigh
 from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
 
 SEQUENCE_ALIGNMENT = 128
+EMBEDDED = ("features", "degrees", "node_ids", "node_index")  # fields of a batch that only the embedding reads
+READ_OUT = ("labels", "target_nodes")  # and those that only the loss and the predictions read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,10 +104,18 @@ class Batch:
         }
 
     def to(
-        self, device: torch.device | str, *, kernel_dtype: torch.dtype | None = None, non_blocking: bool = False
+        self,
+        device: torch.device | str,
+        *,
+        kernel_dtype: torch.dtype | None = None,
+        leave: Collection[str] = (),
+        non_blocking: bool = False,
     ) -> Batch:
-        """The batch on ``device``; for the kernels, channels in their dtype and structure laid out for wide loads."""
-        batch = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The batch on ``device``, but for the fields to ``leave``.
+
+        For the kernels, channels come in their dtype and structure is laid out for wide loads.
+        """
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
         if kernel_dtype is None:
             return batch
         structure = batch.structure.to(kernel_dtype) if batch.structure.is_floating_point() else batch.structure
@@ -114,8 +124,8 @@ class Batch:
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+    def _map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in leave)
         mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
         return replace(self, **mapped)
 

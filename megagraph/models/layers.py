@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from megagraph.attention.bias import BucketBias, ProjectedBias
 from megagraph.attention.dropout import hidden_dropout, mix_key
@@ -22,6 +23,9 @@ class GraphTransformerLayer(nn.Module):
     The structure of the batch (adjacency channels or distance buckets) is shared by all layers; each layer owns the
     weight [H, C] or table [H, R] that turns it into its bias.
 
+    With ``checkpoint`` set, a layer keeps its inputs only and computes the rest again for the backward pass, with the
+    same dropout; on several ranks all of them must do so.
+
     Args:
         index: position of this layer in the whole model, part of its dropout key.
         mesh: the CP group over which the nodes of a sequence are spread; ``None`` for one rank.
@@ -32,6 +36,7 @@ class GraphTransformerLayer(nn.Module):
         self.index = index
         self.bias_form = config.bias
         self.dropout = config.dropout
+        self.checkpoint = False
         self.bias_weight = nn.Parameter(torch.empty(config.heads, config.bias_size))
         self.attention_norm = nn.LayerNorm(config.dim)
         self.attention = BiasedRingAttention(config.dim, config.heads, dropout=config.attention_dropout, mesh=mesh)
@@ -62,6 +67,21 @@ class GraphTransformerLayer(nn.Module):
         Returns:
             [B, M, d], M = S unless ``num_queries`` says less.
         """
+        inputs = (x, structure, key_padding_mask, layout, dropout_key, num_queries)
+        if self.checkpoint and torch.is_grad_enabled():
+            # inside the layer, so that fully_shard has gathered its weights once by then
+            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(*inputs)
+
+    def _forward(
+        self,
+        x: Tensor,
+        structure: Tensor,
+        key_padding_mask: Tensor,
+        layout: NodeLayout,
+        dropout_key: Tensor | None,
+        num_queries: int | None,
+    ) -> Tensor:
         rows = slice(num_queries)
         bias: BucketBias | ProjectedBias
         if self.bias_form == "bucket":

@@ -1,31 +1,68 @@
 """Pipeline parallelism: a stage is a slice of the model's layers, and a batch runs through all of them.
 
-    stage 0   embed, layers 0..a-1          [b, S, d] ->
-    stage i   layers a..b-1                 -> [b, S, d] ->
-    stage P-1 layers ..L-1, read-out        -> class scores, loss
+    stage 0    embed, layers 0..a-1         [b, S, d] ->
+    stage i    layers a..b-1                -> [b, S, d] ->
+    last stage layers ..L-1, read-out       -> class scores, loss
 
-The structure of a batch (bias data, masks, dropout keys) never travels: every rank has its own, chunked like x.
+Of pp ranks, rank r holds the stages r, r + pp, ... The structure of a batch (bias data, masks, dropout keys) never
+travels: every rank has its own, chunked like x.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.data.batch import Batch
+from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
 from megagraph.planner.plan import Plan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+_MAX_SCHEDULES = 4  # training and evaluation, a full batch and the ragged one at the end
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sequences of a batch share.
+
+    Args:
+        layout: the nodes of this rank.
+        num_targets: T, local rows to read out.
+        loss: what the last stage gives in place of class scores.
+    """
+
+    layout: NodeLayout
+    num_targets: int
+    loss: Loss | None = None
+
+    requires_grad: ClassVar[bool] = False  # torch 2.11 asks every argument of a stage, when it splits the backward pass
+    grad_fn: ClassVar[None] = None
 
 
 class Stage(nn.Module):
@@ -35,15 +72,20 @@ class Stage(nn.Module):
         model: the whole model, left as it is; the stage shares its parameters.
         layers: the layers to take.
         autocast: run the forward pass in bf16 mixed precision.
+        checkpoint: keep the input of every layer only, and compute the rest again for the backward pass.
     """
 
-    def __init__(self, model: GraphTransformer, layers: range, *, autocast: bool = False) -> None:
+    def __init__(
+        self, model: GraphTransformer, layers: range, *, autocast: bool = False, checkpoint: bool = False
+    ) -> None:
         super().__init__()
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.autocast = autocast
         shared = (*model.layers.values(), *model.parameters())
         self.model = copy.deepcopy(model, {id(part): part for part in shared})
         self.model.keep_layers(layers)
+        for layer in self.model.layers.values():
+            layer.checkpoint = checkpoint  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:
@@ -58,31 +100,40 @@ class Stage(nn.Module):
         self,
         x: Tensor | None = None,
         *,
-        features: Tensor,
-        degrees: Tensor,
-        node_index: Tensor,
+        setting: Setting,
         structure: Tensor,
         key_padding_mask: Tensor,
-        layout: NodeLayout,
-        num_targets: int,
+        features: Tensor | None = None,
+        degrees: Tensor | None = None,
+        node_index: Tensor | None = None,
+        labels: Tensor | None = None,
         dropout_key: Tensor | None = None,
         features_grad: Tensor | None = None,
     ) -> Tensor:
-        """x [b, S, d], or nothing on the first stage -> [b, S, d], or class scores [b, T, classes] on the last.
+        """x [b, S, d], or nothing on the first stage -> [b, S, d]; on the last class scores [b, T, classes], or loss.
+
+        Only the first stage reads features, degrees and node_index, and only the last one labels.
 
         Args:
             features_grad: [U, d], the gradient of learned features is added to it; a schedule of torch's keeps no
                 gradients of its inputs.
         """
+        layout = setting.layout
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if self.first:
+                assert features is not None and node_index is not None
                 if features_grad is not None:
                     features = _collect_gradient(features, features_grad)
                 x = self.model.embed(features, degrees, node_index, layout, dropout_key)
             assert x is not None
-            x = self.model.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
-            # fully_shard hangs a hook on the result, and warns that one on a view can be lost; scores are small
-            return self.model.read_out(x).clone() if self.last else x
+            x = self.model.transform(x, structure, key_padding_mask, layout, setting.num_targets, dropout_key)
+            if not self.last:
+                return x
+            scores = self.model.read_out(x)
+        if setting.loss is None:
+            return scores
+        assert labels is not None
+        return setting.loss(scores, labels)
 
 
 class Pipeline:
@@ -106,8 +157,7 @@ class Pipeline:
         self.stages, self.modules, self.plan, self.mesh, self.table = stages, modules, plan, mesh, table
         self.config, self.device = stages[0].model.config, stages[0].device
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
-        self._schedules: dict[tuple, ScheduleGPipe] = {}
-        self._loss: Loss = _no_loss  # of the step that runs; the schedules, made once, call it
+        self._schedules: dict[tuple, tuple[Schedule, list[PipelineStage]]] = {}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages, by their names in the whole model; without the table."""
@@ -127,21 +177,24 @@ class Pipeline:
             stage.train(mode)
 
     def receive(self, batch: Batch) -> Batch:
-        """The batch on this device."""
+        """The batch on this device, but for what none of the stages here reads."""
         kernel_dtype = self.stages[0].hidden_dtype if self.device.type == "cuda" else None
-        return batch.to(self.device, kernel_dtype=kernel_dtype, non_blocking=True)
+        return batch.to(self.device, kernel_dtype=kernel_dtype, leave=self._unread, non_blocking=True)
 
     def backward(self, batch: Batch, dropout_key: Tensor, loss: Loss) -> Tensor:
         """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.
 
         Args:
-            loss: (class scores [b, T, classes], labels [b, T]) -> sum over the targets.
+            loss: (class scores [b, T, classes], labels [b, T]) -> sum over the targets, in fp32 or fp64 as the scores.
 
         Returns:
             this rank's share of the global loss, the mean over the targets; 0 unless it has the last stage.
         """
-        inputs = batch.model_inputs(dropout_key)
-        self._loss = lambda scores, labels: loss(scores, labels) / batch.num_targets
+
+        def share(scores: Tensor, labels: Tensor) -> Tensor:
+            return loss(scores, labels) / batch.num_targets
+
+        inputs = self._inputs(batch, dropout_key, share)
         if self.table is None:
             return self._run(batch, inputs)
         route = self.table.route(batch.node_ids)
@@ -153,62 +206,92 @@ class Pipeline:
 
     def _run(self, batch: Batch, inputs: dict[str, Any]) -> Tensor:
         if self._group is None:
-            value = self._loss(self.modules[0](**inputs), batch.labels)
+            value = self.modules[0](**inputs)
             value.backward()
             return value.detach()
         losses: list[Tensor] = []
         target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stages[-1].last else {}
-        self._schedule(batch, inputs, training=True).step(**inputs, **target)
+        schedule, _ = self._schedule(batch, inputs, training=True)
+        schedule.step(**inputs, **target, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor | None:
         """Class scores [b, T, classes] of this rank's share; ``None`` unless it has the last stage."""
-        inputs = batch.model_inputs()
+        inputs = self._inputs(batch)
         if self.table is not None:
             inputs["features"] = self.table(self.table.route(batch.node_ids))
         if self._group is None:
             return self.stages[0](**inputs)
-        return self._schedule(batch, inputs, training=False).step(**inputs)
+        schedule, parts = self._schedule(batch, inputs, training=False)
+        scores = schedule.step(**inputs)
+        for part in parts:
+            part.clear_runtime_states()  # or it would keep the batch until its next step
+        return scores
 
-    def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> ScheduleGPipe:
-        """One for every shape of batch: what stages send each other is declared once and never looked at again."""
+    @property
+    def _unread(self) -> tuple[str, ...]:
+        """The fields of a batch that no stage of this rank reads."""
+        return (() if self.stages[0].first else EMBEDDED) + (() if self.stages[-1].last else READ_OUT)
+
+    def _inputs(self, batch: Batch, dropout_key: Tensor | None = None, loss: Loss | None = None) -> dict[str, Any]:
+        """What the stages of this rank are called with."""
+        inputs = batch.model_inputs(dropout_key) | {"labels": batch.labels}
+        setting = Setting(inputs.pop("layout"), inputs.pop("num_targets"), loss)
+        tensors = {name: x for name, x in inputs.items() if x is not None and name not in self._unread}
+        return tensors | {"setting": setting}
+
+    def _schedule(
+        self, batch: Batch, inputs: dict[str, Any], *, training: bool
+    ) -> tuple[Schedule, list[PipelineStage]]:
+        """One for every shape of batch: what stages send each other is declared once and never looked at again.
+
+        Each holds buffers of b * S * d for what its stages receive, and in training as much for gradients; those not
+        used for longest are given up. Shapes are few: of all sizes of a loader's batches only b differs.
+        """
         key = (training, batch.batch_size, batch.layout.num_local, *batch.labels.shape, batch.structure.shape[0])
-        if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(batch, inputs, training)
-        return self._schedules[key]
+        found = self._schedules.pop(key, None) or self._make_schedule(batch, inputs, training)
+        if len(self._schedules) == _MAX_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+        self._schedules[key] = found
+        return found
 
-    def _make_schedule(self, batch: Batch, inputs: dict[str, Any], training: bool) -> ScheduleGPipe:
+    def _make_schedule(
+        self, batch: Batch, inputs: dict[str, Any], training: bool
+    ) -> tuple[Schedule, list[PipelineStage]]:
         assert self._group is not None
-        num_chunks, stage, config = self.plan.num_microbatches, self.stages[0], self.config
+        num_chunks, config, dtype = self.plan.num_microbatches, self.config, self.stages[0].hidden_dtype
         if batch.batch_size % num_chunks:
             raise ValueError(
                 f"a batch must be a multiple of num_microbatches = {num_chunks}, got {batch.batch_size} sequences"
             )
         size = batch.batch_size // num_chunks
-        hidden, scores = (
-            torch.empty(shape, dtype=stage.hidden_dtype, device=stage.device, requires_grad=True)
-            for shape in (
-                (size, batch.layout.num_local, config.dim),
-                (size, batch.labels.shape[1], config.num_classes),
+        empty = partial(torch.empty, device=self.device, requires_grad=True)
+        hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype)
+        if training:  # the last stage gives the loss
+            result = empty((), dtype=torch.promote_types(dtype, torch.float32))
+        else:
+            result = empty(size, batch.labels.shape[1], config.num_classes, dtype=dtype)
+        parts = [
+            PipelineStage(
+                module if training else stage,
+                self._group.get_local_rank() + i * self.plan.pp,
+                self.plan.num_stages,
+                self.device,
+                input_args=() if stage.first else (hidden,),
+                output_args=(result,) if stage.last else (hidden,),
+                group=self._group.get_group(),
             )
-        )
-        part = PipelineStage(
-            self.modules[0] if training else stage,
-            self._group.get_local_rank(),
-            self._group.size(),
-            stage.device,
-            input_args=() if stage.first else (hidden,),
-            output_args=(scores,) if stage.last else (hidden,),
-            group=self._group.get_group(),
-        )
-        return ScheduleGPipe(
-            part,
+            for i, (stage, module) in enumerate(zip(self.stages, self.modules, strict=True))
+        ]
+        schedule = _SCHEDULES[self.plan.schedule](
+            parts[0] if self.plan.schedule in ("gpipe", "1f1b") else parts,
             num_chunks,
-            loss_fn=(lambda scores, labels: self._loss(scores, labels)) if training else None,
+            loss_fn=(lambda loss, labels: loss) if training else None,
             kwargs_chunk_spec={name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()},
             scale_grads=False,
         )
+        return schedule, parts
 
 
 def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:
@@ -223,11 +306,7 @@ def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:
     return x
 
 
-def _no_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    raise AssertionError("no step is running")
-
-
 def _chunk_spec(name: str, x: Any, batch_size: int) -> Any:
     """By sequences, but for what all sequences share; torch would cut that along its first axis, too."""
-    shared = name in ("layout", "num_targets") or x is None or (name == "structure" and len(x) == 1 < batch_size)
+    shared = not isinstance(x, Tensor) or (name == "structure" and len(x) == 1 < batch_size)
     return _Replicate() if shared else TensorChunkSpec(0)

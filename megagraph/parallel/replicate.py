@@ -22,15 +22,17 @@ def replicate(stage: Stage, mesh: DeviceMesh | None, *, shard: bool) -> nn.Modul
         shard: fully_shard, layer by layer; else DistributedDataParallel.
     """
     replicas = replicas_of(mesh)
-    if replicas is None:
+    if mesh is None or replicas is None:
         return stage
     if not shard:
         replicated = DistributedDataParallel(stage, process_group=replicas.get_group())
         replicated.register_comm_hook(replicas.get_group(), _sum_bucket)
         return replicated
+    # in a pipeline the weights stay, or every micro-batch would gather them again
+    reshard = mesh["pp"].size() == 1
     for layer in stage.model.layers.values():
-        fully_shard(layer, mesh=replicas)
-    fully_shard(stage, mesh=replicas, reshard_after_forward=True)
+        fully_shard(layer, mesh=replicas, reshard_after_forward=reshard)
+    fully_shard(stage, mesh=replicas, reshard_after_forward=reshard)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

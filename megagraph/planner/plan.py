@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,12 +16,20 @@ class Plan:
     """A layout of pp * cp * dp processes; paper symbols in brackets.
 
     Args:
-        pp: pipeline stages [P_pp].
+        pp: ranks of a pipeline [P_pp].
         cp: ranks over which the nodes of a sequence are spread [P_cp].
         dp: groups of ranks that take different sequences of a batch [P_dp].
-        layers: layers of every stage [L_i]; ``()`` for as even as can be, the first stages one less.
+        layers: layers of every stage [L_i], in the order of the layers; ``()`` for as even as can be, the first
+            stages one less.
+        stages_per_rank: stage s is on rank s % pp of its pipeline, so that each has this many; virtual stages.
         num_microbatches: parts of a batch that follow each other through the stages [K]; 1 where pp is 1.
-        schedule: order of the micro-batches; ``"gpipe"``: all forward, then all backward.
+        schedule: order of the micro-batches, and what it asks for:
+            ``"gpipe"``: all forward, then all backward;
+            ``"1f1b"``: backward as soon as it can be, at most pp micro-batches in flight; K >= pp;
+            ``"interleaved"``: the same over several stages per rank, a shorter bubble; K a multiple of pp;
+            ``"zero_bubble"``: gradients of weights come later, where a rank would wait (ZB1P, arXiv:2401.10241);
+            K a multiple of pp, ``shard`` where cp * dp > 1, no ``checkpoint``.
+        checkpoint: keep the input of every layer only, and compute the rest again for the backward pass.
         shard: parameters, gradients and optimizer state are sharded over dp x cp (fully_shard) instead of
             replicated (DDP).
 
@@ -31,25 +41,66 @@ class Plan:
     cp: int = 1
     dp: int = 1
     layers: tuple[int, ...] = ()
+    stages_per_rank: int = 1
     num_microbatches: int = 1
-    schedule: Literal["gpipe"] = "gpipe"
+    schedule: ScheduleName = "gpipe"
+    checkpoint: bool = False
     shard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("pp", "cp", "dp", "num_microbatches"):
+        for name in ("pp", "cp", "dp", "stages_per_rank", "num_microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.layers and (len(self.layers) != self.pp or min(self.layers) < 1):
-            raise ValueError(f"layers must give each of the pp = {self.pp} stages at least 1 layer, got {self.layers}")
-        if self.pp == 1 and self.num_microbatches != 1:
-            raise ValueError(f"num_microbatches must be 1 without a pipeline (pp = 1), got {self.num_microbatches}")
-        if self.schedule != "gpipe":
-            raise ValueError(f"schedule must be 'gpipe', got {self.schedule!r}")
+        if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
+            raise ValueError(
+                f"layers must give each of the pp * stages_per_rank = {self.pp} * {self.stages_per_rank} stages "
+                f"at least 1 layer, got {self.layers}"
+            )
+        if self.schedule not in get_args(ScheduleName):
+            raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
+        if self.pp == 1:
+            for name, only in (("num_microbatches", 1), ("stages_per_rank", 1), ("schedule", "gpipe")):
+                if getattr(self, name) != only:
+                    raise ValueError(
+                        f"{name} must be {only!r} without a pipeline (pp = 1), got {getattr(self, name)!r}"
+                    )
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.schedule in ("gpipe", "1f1b") and self.stages_per_rank != 1:
+            raise ValueError(
+                f"stages_per_rank must be 1 under schedule {self.schedule!r}, got {self.stages_per_rank}; "
+                "take 'interleaved' for more"
+            )
+        if self.schedule == "interleaved" and self.stages_per_rank == 1:
+            raise ValueError(
+                "stages_per_rank must be at least 2 under schedule 'interleaved', got 1; take '1f1b' for one"
+            )
+        if self.schedule == "1f1b" and self.num_microbatches < self.pp:
+            raise ValueError(
+                f"num_microbatches must be at least pp = {self.pp} under schedule '1f1b', got {self.num_microbatches}"
+            )
+        if self.schedule in ("interleaved", "zero_bubble") and self.num_microbatches % self.pp:
+            raise ValueError(
+                f"num_microbatches must be a multiple of pp = {self.pp} under schedule {self.schedule!r}, "
+                f"got {self.num_microbatches}"
+            )
+        if self.schedule == "zero_bubble" and self.cp * self.dp > 1 and not self.shard:
+            # DDP waits for gradients that autograd.grad hands out past it
+            raise ValueError("shard must be true under schedule 'zero_bubble' where cp * dp > 1")
+        if self.schedule == "zero_bubble" and self.checkpoint:
+            # every part of the split backward would compute the layer again
+            raise ValueError("checkpoint must be false under schedule 'zero_bubble'; take '1f1b' or 'interleaved'")
 
     @property
     def world_size(self) -> int:
         """Processes."""
         return self.pp * self.cp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.pp * self.stages_per_rank
 
     def stages(self, num_layers: int) -> list[range]:
         """The layers of every stage.
@@ -57,14 +108,17 @@ class Plan:
         Raises:
             ValueError: the stages do not add up to ``num_layers``, or there are more stages than layers.
         """
-        layers = self.layers or tuple((num_layers + stage) // self.pp for stage in range(self.pp))
+        layers = self.layers or tuple((num_layers + stage) // self.num_stages for stage in range(self.num_stages))
         if sum(layers) != num_layers:
             raise ValueError(
                 f"layers of the stages must sum to the model's {num_layers}, "
                 f"got {' + '.join(map(str, layers))} = {sum(layers)}"
             )
         if min(layers) < 1:
-            raise ValueError(f"pp must be at most the number of layers, {num_layers}, got {self.pp}")
+            raise ValueError(
+                f"pp * stages_per_rank must be at most the number of layers, {num_layers}, "
+                f"got {self.pp} * {self.stages_per_rank}"
+            )
         bounds = [0, *accumulate(layers)]
         return [range(start, stop) for start, stop in pairwise(bounds)]
 

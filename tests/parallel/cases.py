@@ -8,7 +8,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -45,6 +45,44 @@ LEARNED = [((2, 1, 1), False), ((1, 2, 1), False), ((1, 1, 2), True), ((1, 3, 1)
 CASES += [(layout, "graphormer", "fp64", shard) for layout, shard in GRAPHORMER]
 CASES += [(layout, "learned", "fp64", shard) for layout, shard in LEARNED]
 NUM_LAYERS = 3
+# schedules, several stages per rank, uneven layers, checkpointing: pairwise, over DDP, fully_shard and the ring
+SCHEDULES = {
+    "1f1b": (mg.Plan(pp=2, layers=(1, 2), num_microbatches=4, schedule="1f1b"), "ego", "fp64"),
+    "1f1b-3": (
+        mg.Plan(pp=3, layers=(1, 3, 1), num_microbatches=4, schedule="1f1b", checkpoint=True), "cluster", "fp64"
+    ),
+    "1f1b-cp": (
+        mg.Plan(pp=2, cp=2, layers=(2, 1), num_microbatches=2, schedule="1f1b", checkpoint=True), "cluster", "fp64"
+    ),
+    "interleaved": (
+        mg.Plan(pp=2, layers=(1, 2, 1, 1), stages_per_rank=2, num_microbatches=2, schedule="interleaved"),
+        "cluster", "fp32",
+    ),
+    "interleaved-cp": (
+        mg.Plan(pp=2, cp=2, layers=(1, 1, 2, 1), stages_per_rank=2, num_microbatches=4, schedule="interleaved",
+                checkpoint=True, shard=True),
+        "ego", "fp64",
+    ),
+    "interleaved-dp": (
+        mg.Plan(pp=2, dp=2, layers=(1, 1, 1, 1), stages_per_rank=2, num_microbatches=2, schedule="interleaved",
+                checkpoint=True),
+        "learned", "fp64",
+    ),
+    "zero_bubble": (
+        mg.Plan(pp=2, layers=(1, 1, 2, 1), stages_per_rank=2, num_microbatches=4, schedule="zero_bubble"),
+        "learned", "fp64",
+    ),
+    "zero_bubble-cp": (
+        mg.Plan(pp=2, cp=2, layers=(1, 2), num_microbatches=2, schedule="zero_bubble", shard=True), "cluster", "fp64"
+    ),
+    "zero_bubble-dp": (
+        mg.Plan(pp=2, dp=2, layers=(1, 1, 2, 1), stages_per_rank=2, num_microbatches=2, schedule="zero_bubble",
+                shard=True),
+        "ego", "fp64",
+    ),
+    "checkpoint-dp": (mg.Plan(cp=2, dp=2, checkpoint=True), "graphormer", "fp64"),
+    "gpipe-4": (mg.Plan(pp=4, layers=(1, 2, 1, 1), num_microbatches=4, checkpoint=True), "cluster", "fp32"),
+}  # fmt: skip
 GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2}
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
@@ -58,12 +96,12 @@ def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
     return mg.Plan(pp=pp, cp=cp, dp=dp, layers=layers, num_microbatches=pp, shard=shard)
 
 
-def config_of(batching: str, dtype: str, dropout: float = 0.2) -> mg.TrainConfig:
+def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM_LAYERS) -> mg.TrainConfig:
     return mg.TrainConfig(
         model="graphormer" if batching == "graphormer" else "hierarchical",
         embedding="learned" if batching == "learned" else "features",
         bias="bucket" if batching == "learned" else "auto",
-        batching="cluster" if batching == "cluster" else "ego", dtype=dtype, layers=NUM_LAYERS, dim=16,
+        batching="cluster" if batching == "cluster" else "ego", dtype=dtype, layers=layers, dim=16,
         ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
         batch_size=4 if batching == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
@@ -105,9 +143,11 @@ def mesh_of(pp: int, cp: int, dp: int) -> DeviceMesh | None:
     return make_mesh(mg.Plan(pp=pp, cp=cp, dp=dp), torch.device("cpu"))
 
 
-def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: float = 0.2) -> dict[str, Any]:
+def train(
+    plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: float = 0.2, layers: int = NUM_LAYERS
+) -> dict[str, Any]:
     """Some steps on a fixed seed: losses, norms, and on rank 0 the first step's gradients and the last parameters."""
-    config, builder = config_of(batching, dtype, dropout), builder_of(batching)
+    config, builder = config_of(batching, dtype, dropout, layers), builder_of(batching)
     device = torch.device("cpu")
     mesh = mesh_of(plan.pp, plan.cp, plan.dp)
     torch.manual_seed(0)
@@ -118,6 +158,8 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     pipeline = make_pipeline(model, plan, mesh, device, config)
+    made = Mock(wraps=pipeline._make_schedule)
+    pipeline._make_schedule = made
     pipeline.train()
     make = {
         "sgd": partial(torch.optim.SGD, lr=0.05),
@@ -149,6 +191,7 @@ def train(plan: mg.Plan, batching: str, dtype: str, optimizer: str, dropout: flo
         nodes = np.arange(builder.graph.num_nodes)
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
         result["probabilities"] = class_probabilities(pipeline, loader)
+    result["schedules_made"] = made.call_count
     return result
 
 
@@ -168,6 +211,9 @@ def layout_cases(world_size: int) -> dict[str, Callable]:
     for layout, batching in MIXED_PRECISION:
         if np.prod(layout) == world_size:
             cases[case_name(layout, batching, "bf16")] = partial(train, plan_of(layout), batching, "bf16", "adamw")
+    for name, (plan, batching, dtype) in SCHEDULES.items():
+        if plan.world_size == world_size:
+            cases[name] = partial(train, plan, batching, dtype, "sgd", layers=sum(plan.layers) or NUM_LAYERS)
     return cases
 
 
@@ -193,7 +239,10 @@ BAD_PLANS = {
         dict(plan="2,1,1", stage_layers="1,3"),
         r"layers of the stages must sum to the model's 3, got 1 \+ 3 = 4",
     ),
-    "stages": (dict(plan="2,1,1", layers=1), "pp must be at most the number of layers, 1, got 2"),
+    "stages": (
+        dict(plan="2,1,1", layers=1),
+        r"pp \* stages_per_rank must be at most the number of layers, 1, got 2 \* 1",
+    ),
     "batch": (
         dict(plan="2,1,1", microbatches=3),
         r"a global batch must be a multiple of dp \* num_microbatches = 1 \* 3 = 3, got 16",

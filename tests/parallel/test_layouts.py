@@ -10,14 +10,14 @@ import torch
 
 import megagraph as mg
 from tests import ranks
-from tests.parallel.cases import BATCHINGS, CASES, CLIP_NORM, MIXED_PRECISION, case_name, train
+from tests.parallel.cases import BATCHINGS, CASES, CLIP_NORM, MIXED_PRECISION, NUM_LAYERS, SCHEDULES, case_name, train
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-9}
 
 
 @cache
-def one_process(batching, dtype, optimizer, dropout=0.2):
-    return train(mg.Plan(), batching, dtype, optimizer, dropout)
+def one_process(batching, dtype, optimizer, dropout=0.2, layers=NUM_LAYERS):
+    return train(mg.Plan(), batching, dtype, optimizer, dropout, layers)
 
 
 def assert_tensors_close(got, want, tolerance):
@@ -29,25 +29,40 @@ def assert_tensors_close(got, want, tolerance):
         assert error <= tolerance * scale, f"{name}: {error:.2e} > {tolerance:g} * {scale:.2e}"
 
 
+def assert_trained_alike(results, want, dtype, optimizer):
+    """What ``train`` returned on every rank, and in one process."""
+    got, tolerance = results[0], TOLERANCE[dtype]
+    assert min(want["norms"]) > CLIP_NORM, "clipping is not active"
+    for result in results:
+        np.testing.assert_allclose(result["losses"], want["losses"], rtol=tolerance)
+        np.testing.assert_allclose(result["norms"], want["norms"], rtol=10 * tolerance)
+    if optimizer == "sgd":
+        assert_tensors_close(got["gradients"], want["gradients"], tolerance)
+        assert_tensors_close(got["parameters"], want["parameters"], tolerance)
+        if dtype == "fp64":
+            for result in results:
+                np.testing.assert_allclose(result["probabilities"], want["probabilities"], atol=1e-6)
+    elif dtype == "fp64":
+        assert_tensors_close(got["parameters"], want["parameters"], 1e-7)
+
+
 @pytest.mark.parametrize(("layout", "batching", "dtype", "shard"), CASES, ids=[case_name(*case) for case in CASES])
 def test_layout_equals_one_process(layout, batching, dtype, shard):
-    tolerance = TOLERANCE[dtype]
     results = ranks.results(int(np.prod(layout)))
     for optimizer in ("adamw", "sgd"):
         name = case_name(layout, batching, dtype, shard, optimizer)
-        got, want = results[0][name], one_process(batching, dtype, optimizer)
-        assert min(want["norms"]) > CLIP_NORM, "clipping is not active"
-        for result in results:
-            np.testing.assert_allclose(result[name]["losses"], want["losses"], rtol=tolerance)
-            np.testing.assert_allclose(result[name]["norms"], want["norms"], rtol=10 * tolerance)
-        if optimizer == "sgd":
-            assert_tensors_close(got["gradients"], want["gradients"], tolerance)
-            assert_tensors_close(got["parameters"], want["parameters"], tolerance)
-            if dtype == "fp64":
-                for result in results:
-                    np.testing.assert_allclose(result[name]["probabilities"], want["probabilities"], atol=1e-6)
-        elif dtype == "fp64":
-            assert_tensors_close(got["parameters"], want["parameters"], 1e-7)
+        want = one_process(batching, dtype, optimizer)
+        assert_trained_alike([result[name] for result in results], want, dtype, optimizer)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_equals_one_process(name):
+    plan, batching, dtype = SCHEDULES[name]
+    results = [result[name] for result in ranks.results(plan.world_size)]
+    want = one_process(batching, dtype, "sgd", layers=sum(plan.layers) or NUM_LAYERS)
+    assert_trained_alike(results, want, dtype, "sgd")
+    # of a full batch and a ragged one, in training and in evaluation
+    assert all(result["schedules_made"] <= 4 for result in results)
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
