@@ -7,12 +7,11 @@ import io
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -20,9 +19,15 @@ import tyro
 
 from megagraph.config import TrainConfig
 from megagraph.data.store import FeatureForm
-from megagraph.parallel.mesh import on_every_rank, process_group, rank
+from megagraph.parallel.failure import is_of_a_peer
+from megagraph.parallel.mesh import TIMEOUT_SECONDS, on_every_rank, process_group, rank
 
-Job = Callable[[], None]
+
+class Job(NamedTuple):
+    """What a command asks for, once all processes have read theirs."""
+
+    run: Callable[[], None]
+    timeout_seconds: float = TIMEOUT_SECONDS
 
 
 def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
@@ -35,7 +40,7 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
         if rank() == 0:
             print(json.dumps(asdict(summary), indent=2))
 
-    return job
+    return Job(job, config.timeout)
 
 
 def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> Job:
@@ -54,7 +59,7 @@ def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> Job:
         np.save(path, probabilities)
         print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
 
-    return job
+    return Job(job)
 
 
 def import_data(
@@ -76,7 +81,7 @@ def import_data(
         write_store(load_graph(dataset, root), out, features)
         print(describe(out))
 
-    return job
+    return Job(job)
 
 
 def data_info(folder: tyro.conf.Positional[Path], /, verify: bool = False) -> Job:
@@ -95,7 +100,7 @@ def data_info(folder: tyro.conf.Positional[Path], /, verify: bool = False) -> Jo
             verify_store(folder)
             print("verified: checksums, ranges, order of neighbours, both directions of every edge")
 
-    return job
+    return Job(job)
 
 
 def data(
@@ -127,13 +132,29 @@ def _parse() -> Job:
 def main() -> None:
     """Entry point; an error that names its cause ends with exit code 1 and without a traceback."""
     try:
-        with process_group():
-            on_every_rank(_parse)()
-    except Exception as error:
+        _run()
+    except SystemExit:
+        raise
+    except BaseException as error:
         named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
-        message = f"megagraph: error: {error}" if isinstance(error, named) else traceback.format_exc()
+        short = isinstance(error, named) or is_of_a_peer(error)
+        message = f"megagraph: error: {error}" if short else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         if dist.is_initialized():
-            time.sleep(1)  # the launcher ends the other ranks once this one is gone: they have to say why, too
             os._exit(1)  # an orderly exit would wait for ranks that may be waiting for this one
         raise SystemExit(1) from error
+
+
+def _run() -> None:
+    try:
+        job, error = _parse(), None
+    except Exception as caught:
+        job, error = Job(lambda: None), caught
+
+    def agree() -> None:
+        if error is not None:
+            raise error
+
+    with process_group(job.timeout_seconds):
+        on_every_rank(agree)
+        job.run()

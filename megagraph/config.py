@@ -100,6 +100,8 @@ class TrainConfig:
     """Keep the input of every layer only, and compute the rest again for the backward pass."""
     shard: bool = False
     """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
+    timeout: float = 1800.0
+    """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 
     def __post_init__(self) -> None:
         at_least = {
@@ -117,8 +119,9 @@ class TrainConfig:
             raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
         if self.model == "graphormer" and self.bias == "projected":
             raise ValueError("bias must be bucket or auto for model graphormer, got projected")
-        if self.clip_norm <= 0.0:
-            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
+        for name in ("clip_norm", "timeout"):
+            if getattr(self, name) <= 0.0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
         self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model

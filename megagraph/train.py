@@ -22,6 +22,7 @@ from megagraph.data.datasets import Graph, Split, random_split
 from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader, make_model
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
+from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
@@ -84,7 +85,7 @@ class Trainer:
             FileExistsError, OSError: the run folder is taken, or cannot be written.
         """
         config = self.config
-        with process_group():
+        with process_group(config.timeout):
             check_equal("the configuration", config.shared_fields())
             plan = config.parallel_plan()
             plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
@@ -92,6 +93,7 @@ class Trainer:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             check_equal("the device", {"type": device.type})
+            phase("data")
             graph = on_one_process_first(lambda: as_graph(data, config))
             split = on_every_rank(lambda: choose_split(graph, config))
             check_equal("the graph", _checksums(graph) | _checksums(split))
@@ -100,6 +102,7 @@ class Trainer:
 
 def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, split: Split) -> Summary:
     run = Run(on_rank_zero(lambda: Run.create(config)), writes=rank() == 0)
+    phase("build")
     started = time.perf_counter()
     builder = on_every_rank(lambda: batches(config, graph))
     preprocess_seconds = time.perf_counter() - started
@@ -137,10 +140,14 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         history.append(epochs.run(epoch))
         if history[-1]["val_accuracy"] > best["val_accuracy"]:
             best = history[-1]
+            phase("save")
             run.save_weights(gather_tensors(pipeline.state_dict(), mesh))
         run.log(**history[-1])
         if epochs.step == epochs.total_steps:
             break
+    phase("save")
+    if run.writes:
+        plots.curves(run.metrics(), run.folder / "curves.png")
     majority = np.bincount(graph.labels[split.train]).argmax()
     summary = Summary(
         run=str(run.folder),
@@ -159,8 +166,6 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )
     run.write_summary(asdict(summary))
-    if run.writes:
-        plots.curves(run.metrics(), run.folder / "curves.png")
     return summary
 
 
@@ -204,6 +209,7 @@ def train_step(
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss = pipeline.backward(batch, dropout_key, loss_sum)
+    phase("optimizer")
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
     for optimizer in optimizers:
@@ -250,8 +256,10 @@ class _Epochs:
             if batch.num_targets:  # a cluster batch may have no training nodes
                 losses.append(self._train_step(batch, stall_seconds))
                 progress.set_postfix(loss=f"{losses[-1]:.3f}")
+            phase("next batch")
             waiting = time.perf_counter()
         trained = time.perf_counter()
+        phase("evaluation")
         probabilities = class_probabilities(self.pipeline, self.eval_loader)
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
         loss = float(np.mean(losses))
@@ -267,6 +275,7 @@ class _Epochs:
         }
 
     def _train_step(self, batch: Batch, stall_seconds: float) -> float:
+        phase("forward and backward", step=self.step)
         started = time.perf_counter()
         config = self.config
         learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)

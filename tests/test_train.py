@@ -131,6 +131,7 @@ BAD_RUNS = {
     "probability": (dict(attention_dropout=1.5), ValueError, r"attention_dropout must be in \[0, 1\), got 1.5"),
     "super ratio": (dict(super_ratio=0.0), ValueError, r"super_ratio must be in \(0, 1\], got 0.0"),
     "clip": (dict(clip_norm=0.0), ValueError, "clip_norm must be above 0"),
+    "timeout": (dict(timeout=0.0), ValueError, "timeout must be above 0"),
     "steps": (dict(max_steps=0), ValueError, "max_steps must be at least 1"),
     "plan": (dict(plan="auto"), ValueError, "plan must be pp,cp,dp, three numbers such as 1,2,3, got 'auto'"),
     "plan for more processes": (dict(plan="1,2,1"), ValueError, "= 2, got 1; start them with torchrun --nproc-per-nod"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import faulthandler
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megagraph.parallel import failure
 from megagraph.planner.plan import Plan
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)  # a collective that takes longer has lost a rank; the first one waits for downloads
+TIMEOUT_SECONDS = 1800.0  # of a collective; the first ones wait for a rank that downloads the data
 _starts = count()
 
 
@@ -33,22 +36,43 @@ def rank() -> int:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
+def process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
     """The process group of a run that torchrun started; nothing to do for one process or inside a group.
 
-    A rank that fails leaves without waiting for the others: the launcher ends them.
+    When a rank fails, all ranks print the first cause, and those that wait for it leave; see
+    :mod:`megagraph.parallel.failure`.
+
+    Args:
+        timeout_seconds: how long a rank waits for the others in a collective of any group made inside.
     """
     if world_size() == 1 or dist.is_initialized():
         yield
         return
     backend = choose_backend()
+    timeout = timedelta(seconds=timeout_seconds)
     store, rank, size = _rendezvous()
     # a group that finds the addresses of an earlier one in the store waits for sockets that are closed
     prefix = f"megagraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_starts)}"
-    dist.init_process_group(backend, store=dist.PrefixStore(prefix, store), rank=rank, world_size=size, timeout=TIMEOUT)
-    yield
-    dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
+    own_connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+    watch = failure.Watch(dist.PrefixStore(f"{prefix}/watch", own_connection), rank, size)
+    default_timeout, distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_timeout, timeout
+    store.set_timeout(timeout)
+    try:
+        failure.phase("start")
+        group_store = dist.PrefixStore(prefix, store)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+        yield
+        failure.phase("teardown")
+        dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
+    except BaseException as error:
+        watch.report(error)
+        raise
+    finally:
+        distributed_c10d.default_pg_timeout = default_timeout  # else the groups of a mesh would wait for 30 minutes
+    watch.close()
+    faulthandler.dump_traceback_later(timeout_seconds, exit=True)  # nobody waits for this rank any more
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def choose_backend() -> str:
@@ -61,7 +85,7 @@ def choose_backend() -> str:
 @cache
 def _rendezvous() -> tuple[dist.Store, int, int]:
     """The store that torchrun started, this rank, and the number of ranks."""
-    return next(dist.rendezvous("env://", timeout=TIMEOUT))
+    return next(dist.rendezvous("env://"))
 
 
 def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
@@ -93,6 +117,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
         result = function()
     except Exception as caught:
         error = caught
+        failure.note(error)
     outcomes = all_gather(None if error is None else (type(error).__name__, str(error)))
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:

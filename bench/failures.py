@@ -1,0 +1,128 @@
+"""How long a run outlives a rank that fails, and what it says: every kind of fault in every phase, over three layouts.
+
+    python -m bench.failures                # kill, stop, hang and raise: the table
+    python -m bench.failures --exits 100    # runs without a fault: how many of them do not end?
+
+One rank of two fails (`tests/parallel/faulty.py`): kill is SIGKILL, stop SIGSTOP, hang a main thread that sleeps for
+ever, raise an exception. `rank_seconds` is the time from the fault until the last rank that can still act is gone,
+`launcher_seconds` until torchrun has returned. Bounds: timeout + 5 s and timeout + 40 s, of which torchrun spends 30 s
+before it kills a stopped process.
+
+Fixed: timeout 8 s, the last rank fails, 2 layers of width 16, the synthetic graph, 4 steps and an evaluation; `forward`
+and `backward` strike inside the second step's stage. Several runs share the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from bench.provenance import write_rows
+
+ROOT = Path(__file__).parent.parent
+TIMEOUT, RANK_BOUND, LAUNCHER_BOUND, GIVE_UP = 8, 8 + 5, 8 + 40, 240
+KINDS = ("kill", "raise", "hang", "stop")
+PHASES = ("start", "data", "build", "forward", "backward", "optimizer", "evaluation", "save", "teardown")
+PLANS = ("2,1,1", "1,2,1", "1,1,2")  # pp, cp, dp
+FLAGS = "--layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 1 --batch-size 64 --max-steps 4 --device cpu"
+
+
+def start(kind: str, phase: str, plan: str, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tests/parallel/faulty.py"), kind, phase, "1", str(folder / "log"), "train"]
+    command += [*FLAGS.split(), "--timeout", str(TIMEOUT), "--plan", plan, "--out", str(folder / "run")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
+    """Start a run and look at its processes until all are gone."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        launcher = start(kind, phase, plan, folder)
+        deadline = time.monotonic() + GIVE_UP
+        gone: dict[int, float] = {}
+        while launcher.poll() is None and time.monotonic() < deadline:
+            for rank in (0, 1):
+                log = folder / f"log-{rank}"
+                if rank not in gone and log.exists() and (text := log.read_text()) and not runs(int(text)):
+                    gone[rank] = time.monotonic()
+            time.sleep(0.02)
+        ended = time.monotonic()
+        hangs = launcher.poll() is None
+        if hangs:
+            launcher.kill()
+            for rank in (0, 1):
+                os.kill(int((folder / f"log-{rank}").read_text()), 9)
+        output = (folder / "output").read_text(errors="replace")
+        row = {"kind": kind, "phase": phase, "plan": plan, "unit": "seconds", "timeout": TIMEOUT}
+        fault = folder / "log-fault"
+        if not fault.exists():
+            return row | {"error": None if kind == "none" else output[-1000:], "hangs": hangs}
+        struck = float(fault.read_text())
+        alive = [0] if kind in ("kill", "stop") else [0, 1]
+        causes = dict(re.findall(r"megagraph: rank (\d+) leaves, first cause: (.*)", output))
+        return row | {
+            "rank_seconds": round(max(gone.get(rank, ended) for rank in alive) - struck, 2),
+            "launcher_seconds": round(ended - struck, 2),
+            "hangs": hangs,
+            "exit_code": launcher.returncode,
+            "silent_ranks": [rank for rank in alive if str(rank) not in causes],
+            "causes": sorted(set(causes.values())),
+        }
+
+
+def holds(row: dict[str, Any]) -> bool:
+    """Bounds, an exit code that is not 0, and one cause on all ranks: that of the rank that failed."""
+    return (
+        "error" not in row
+        and not row["hangs"]
+        and row["exit_code"] != 0
+        and row["rank_seconds"] <= RANK_BOUND
+        and row["launcher_seconds"] <= LAUNCHER_BOUND
+        and not row["silent_ranks"]
+        and len(row["causes"]) == 1
+        and row["causes"][0].startswith("rank 1 ")
+    )
+
+
+def main(exits: int = 0, at_once: int = 3) -> None:
+    """Measure; ``--exits N`` counts normal exits instead."""
+    cases = [("none", "none", PLANS[i % 3]) for i in range(exits)] or list(product(KINDS, PHASES, PLANS))
+    rows = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for row in pool.map(lambda arguments: case(*arguments), cases):
+            if not exits:
+                row["holds"] = holds(row)
+            rows.append(row)
+            if not exits:
+                write_rows("failures", rows)  # after each, as the table takes half an hour
+            print(" ".join(f"{key}={row[key]}" for key in row if key not in ("unit", "timeout")), flush=True)
+    if exits:
+        hanging = sum(row["hangs"] for row in rows)
+        print(f"{hanging} of {exits} runs did not end")
+        write_rows("exits", [{"runs": exits, "hanging": hanging, "unit": "runs", "at_once": at_once}])
+    else:
+        print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,44 @@
+"""A rank that fails ends the run: every rank that can still speak names it, its phase and its error."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from bench.failures import case
+from megagraph.parallel.failure import is_of_a_peer
+
+UNANSWERED = r"rank 1 does not answer \(killed, stopped or cut off\), last seen in "
+CASES = {
+    ("kill", "forward", "2,1,1"): UNANSWERED + r"forward and backward \(step 1\)",
+    ("stop", "optimizer", "1,2,1"): UNANSWERED + r"optimizer \(step 1\)",
+    ("hang", "evaluation", "1,1,2"): r"rank 1 hangs in evaluation \(step 3\) at faulty.py:\d+ strike",
+    ("raise", "backward", "2,1,1"): r"rank 1 in forward and backward \(step 1\): RuntimeError: injected",
+}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """All runs at once, as they mostly wait."""
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        return dict(zip(CASES, pool.map(lambda arguments: case(*arguments), CASES), strict=True))
+
+
+@pytest.mark.parametrize("fault", CASES, ids=" ".join)
+def test_every_rank_names_the_one_that_failed(rows, fault):
+    row = rows[fault]
+    assert not row["hangs"] and "error" not in row, row
+    assert row["exit_code"] != 0
+    assert row["silent_ranks"] == []
+    assert len(row["causes"]) == 1 and re.fullmatch(CASES[fault], row["causes"][0]), row["causes"]
+
+
+def test_an_error_of_a_peer_is_told_from_an_own_one():
+    lost = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    wrapped = RuntimeError("[Stage 1] failed to run forward")
+    wrapped.__cause__ = lost
+    assert is_of_a_peer(lost) and is_of_a_peer(wrapped) and is_of_a_peer(dist.DistBackendError("NCCL"))
+    assert not is_of_a_peer(RuntimeError("injected"))
