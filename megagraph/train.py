@@ -106,7 +106,6 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
     started = time.perf_counter()
     builder = on_every_rank(lambda: batches(config, graph))
     preprocess_seconds = time.perf_counter() - started
-    check_equal("what is computed from the graph", _checksums(builder.coarsening))
     learned = config.embedding == "learned"
     model_config = config.model_config(
         in_features=builder.num_rows if learned else graph.in_features,
@@ -114,6 +113,15 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         bias_size=builder.structure.size,
         graph_checksum=graph.checksum() if learned else 0,
     )
+    # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
+    contract: dict[str, Any] = {
+        "plan": plan,
+        "model": model_config,
+        "sequence_nodes": builder.sequence_nodes,
+        "dtype": config.dtype,
+    }
+    contract |= {"torch": str(torch.__version__), **_checksums(builder.coarsening)}
+    check_equal("what ranks hold and send", contract)
     run.write_model_config(model_config)
     mesh = make_mesh(plan, device)
     torch.manual_seed(config.seed)

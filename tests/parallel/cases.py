@@ -260,15 +260,28 @@ def bad_plan(folder: str, **changes) -> str:
     return message_of(lambda: mg.Trainer(replace(config, out=Path(folder) / "run")).fit())
 
 
+def different_plans(folder: str) -> str:
+    """A plan that each rank finds for itself could differ, with the same flags."""
+    plan = mg.Plan(pp=2, layers=((1, 2), (2, 1))[dist.get_rank()])
+    with patch.object(mg.TrainConfig, "parallel_plan", lambda self: plan):
+        return bad_plan(folder, plan="2,1,1")
+
+
 def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
     """Errors that concern one rank, seen from all of them."""
     rank = dist.get_rank()
-    return {
-        "equal": lambda: message_of(lambda: check_equal("the configuration", {"seed": 0, "layers": 4})),
-        "different": lambda: message_of(lambda: check_equal("the configuration", {"seed": 0, "layers": min(rank, 1)})),
-        "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
-        "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
-        "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),
-        "rank zero": lambda: on_rank_zero(lambda: fail_on(set())),
-        "rank zero fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}))),
-    } | {name: partial(bad_plan, folder, **changes) for name, (changes, _) in BAD_PLANS.items() if world_size == 2}
+    return (
+        {
+            "equal": lambda: message_of(lambda: check_equal("the configuration", {"seed": 0, "layers": 4})),
+            "different": lambda: message_of(
+                lambda: check_equal("the configuration", {"seed": 0, "layers": min(rank, 1)})
+            ),
+            "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
+            "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
+            "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),
+            "rank zero": lambda: on_rank_zero(lambda: fail_on(set())),
+            "rank zero fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}))),
+        }
+        | {name: partial(bad_plan, folder, **changes) for name, (changes, _) in BAD_PLANS.items() if world_size == 2}
+        | ({"different plans": lambda: different_plans(folder)} if world_size == 2 else {})
+    )

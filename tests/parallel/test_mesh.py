@@ -86,3 +86,12 @@ def test_stages_do_not_share_a_gpu():
         pytest.raises(NotImplementedError, match="stages of a pipeline cannot share a cuda device, got pp = 2"),
     ):
         mesh.make_mesh(mg.Plan(pp=2), torch.device("cuda", 0))
+
+
+def test_ranks_with_different_plans():
+    for result in ranks.results(2):
+        assert re.search(
+            r"what ranks hold and send must be the same on every rank, but plan is Plan\(.*layers=\(1, 2\).* on rank 0 "
+            r"and Plan\(.*layers=\(2, 1\).* on rank 1",
+            result["different plans"],
+        ), result["different plans"]
