@@ -144,7 +144,7 @@ def plot_time_against_n(rows: list[Row], path: Path) -> None:
     rows = _timed(rows, series="N", direction="forward_backward")
     if not rows:
         return
-    figure, axes = _figure(5.5, 4)
+    figure, axes = draw(5.5, 4)
     for name in dict.fromkeys(row["contender"] for row in rows):
         points = sorted((row["N"], row["median"] * 1e3) for row in rows if row["contender"] == name)
         width = 2.5 if name.startswith("megagraph") else 1.2
@@ -156,7 +156,7 @@ def plot_time_against_n(rows: list[Row], path: Path) -> None:
     axes.set_xticks(sizes, labels=map(str, sizes))
     axes.minorticks_off()
     axes.legend(frameon=False)
-    _save(figure, first, path)
+    save(figure, first, path)
 
 
 def plot_fraction_of_floor(rows: list[Row], path: Path) -> None:
@@ -168,7 +168,7 @@ def plot_fraction_of_floor(rows: list[Row], path: Path) -> None:
             best[key] = min(row, best.get(key, row), key=_median)
     if not best:
         return
-    figure, axes = _figure(7, 4.5)
+    figure, axes = draw(7, 4.5)
     cases = list(dict.fromkeys(map(_case, best.values())))
     for offset, direction in ((-0.2, "forward"), (0.2, "backward")):
         bars = [row for row in best.values() if row["direction"] == direction]
@@ -179,19 +179,21 @@ def plot_fraction_of_floor(rows: list[Row], path: Path) -> None:
     axes.set(xlim=(0, 1), xlabel="floor / time")
     axes.invert_yaxis()
     axes.legend(frameon=False)
-    _save(figure, next(iter(best.values())), path)
+    save(figure, next(iter(best.values())), path)
 
 
-def _figure(width: float, height: float):
+def draw(width: float, height: float, *, columns: int = 1):
+    """A figure without a display, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots()
+    return figure, figure.subplots(ncols=columns, sharey=True)
 
 
-def _save(figure, row: Row, path: Path) -> None:
+def save(figure, row: Row, path: Path) -> None:
+    """Write a figure, with the origin of its rows."""
     import matplotlib
 
     figure.supxlabel(f"{row['device']}, torch {row['torch']}, commit {row['commit']}", fontsize=8, color="gray")
