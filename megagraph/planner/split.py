@@ -136,11 +136,8 @@ def balance(
     middle = np.where(fits, middle, num_stages - 2)
     level = np.searchsorted(filled, middle)
     over = filled[level] - middle  # stages at the level that hold one less
-    sums = np.zeros(num_layers + 1)
-    steps = np.zeros(num_layers + 1)
-    if num_stages > 2:
-        sums = s[1][levels].sum(axis=1) if num_layers else sums
-        steps[1:] = np.diff(s[1])
+    sums = s[1][levels].sum(axis=1)
+    steps = np.diff(s[1], prepend=0.0)
     total = s[0, first] + s[2, last] + (sums[level] - over * steps[level] if num_stages > 2 else 0.0)
     largest_f, largest_b = (np.maximum(t[0, first], t[2, last]) for t in (f, b))
     largest_memory = np.maximum(memory[0, first], memory[-1, last])
@@ -153,20 +150,26 @@ def balance(
     index = np.where(ties, largest_memory, np.inf).argmin()
     i, j = np.unravel_index(index, time.shape)
     counts = levels[level[i, j]].copy()
-    for stage in range(num_stages - 2):  # the earliest keep the most in flight, so they give first
-        if over[i, j] and counts[stage] == level[i, j]:
-            counts[stage] -= 1
-            over[i, j] -= 1
+    # the earliest keep the most in flight, so they hold the one less
+    counts[np.flatnonzero(counts == level[i, j])[: over[i, j]]] -= 1
     return (int(i) + 1, *counts.tolist(), int(j) + 1), float(time[i, j])
 
 
-def gpipe_seconds(forward: Sequence[float], backward: Sequence[float], num_microbatches: int) -> float:
+def gpipe_seconds(
+    forward: Sequence[float] | Floats, backward: Sequence[float] | Floats, num_microbatches: int
+) -> float:
     """Step time of stages with these seconds per micro-batch: sum_i (f_i + b_i) + (K - 1)(max f + max b).
 
     Exact for uneven stages: the first micro-batch passes all of them, the others follow in the slowest one's time.
     """
-    slowest = max(forward) + max(backward)
-    return sum(forward) + sum(backward) + (num_microbatches - 1) * slowest
+    f, b = np.asarray(forward), np.asarray(backward)
+    return float(f.sum() + b.sum() + (num_microbatches - 1) * (f.max() + b.max()))
+
+
+def gpipe_tail(backward: Sequence[float] | Floats, num_microbatches: int) -> Floats:
+    """From the end of all forward passes to the last micro-batch's backward pass on every stage."""
+    b = np.asarray(backward)[::-1]
+    return (np.cumsum(b) + (num_microbatches - 1) * np.maximum.accumulate(b))[::-1]
 
 
 def paper_seconds(forward: Sequence[float], backward: Sequence[float], num_microbatches: int) -> float:

@@ -1,0 +1,287 @@
+"""The best plan for a machine: every layout, each with its best split of the layers (paper Alg. 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megagraph.models.config import ModelConfig
+from megagraph.planner.cost import CostModel, Workload
+from megagraph.planner.plan import Plan
+from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib
+
+KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
+HEADROOM = 0.08  # of the memory limit, left for what the model does not know
+MAX_MICROBATCHES = 64
+SIMULATED = 20  # candidates without a closed form whose schedule is run on paper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan with what it is predicted to cost, or why it was not looked at.
+
+    ``pruned`` names the first constraint that fails: "batch", "layers", "tile", "memory" or "extrapolated".
+    ``peak_bytes`` is that of the rank that needs most, ``tightest`` that rank of the pipeline.
+    """
+
+    plan: Plan
+    step_seconds: float = float("inf")
+    peak_bytes: float = float("inf")
+    tightest: int = 0
+    pruned: str | None = None
+    extrapolated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best candidate, all of them, and those that no other one beats in both time and memory."""
+
+    best: Candidate
+    candidates: list[Candidate]
+    pareto: list[Candidate]
+
+
+def search(
+    cost: CostModel,
+    model_config: ModelConfig,
+    world_size: int,
+    memory_limit_bytes: float,
+    *,
+    workload: Workload | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    strict: bool = False,
+) -> SearchResult:
+    """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``.
+
+    Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, with the layer split of
+    least GPipe time and the one of least memory. GPipe's step time is exact. For other schedules a closed form is an
+    estimate; the best 20 of these are then timed by running their schedule on paper, and only they can win.
+    Of equal times the one of less memory wins, then the one of fewer stages.
+
+    Args:
+        workload: batch and sequence sizes; ``None``: those of the profile.
+        fixed: fields of the plan that are given, as ``{"pp": 1}``.
+        strict: refuse plans that need sizes outside the measured ones.
+
+    Raises:
+        ValueError: a world size or memory limit that is not above 0, an unknown field in ``fixed``.
+        NoFeasiblePlan: nothing fits; the message says what is tightest and what to change.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if not memory_limit_bytes > 0:
+        raise ValueError(f"memory_limit_bytes must be above 0, got {memory_limit_bytes}")
+    given = workload or cost.workload
+    if given is None:
+        raise ValueError("the cost model's rows name no workload; pass workload=Workload(batch_sequences=..., ...)")
+    fixed = dict(fixed or {})
+    known = ("pp", "cp", "dp", "num_microbatches", "schedule", "checkpoint", "comm", "stages_per_rank", "shard")
+    if not set(fixed) <= set(known):
+        raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
+    found = _Search(cost, model_config, given, memory_limit_bytes, strict)
+    shapes = [
+        plan
+        for plan in _shapes(model_config, world_size, given, fixed)
+        if all(getattr(plan, name, value) == value for name, value in fixed.items())
+    ]
+    candidates = [candidate for plan in shapes for candidate in found.candidates(plan)]
+    open_: list[Candidate] = []
+    closed: list[Candidate] = []
+    for candidate in candidates:
+        (closed if candidate.pruned else open_).append(candidate)
+    simulated = [c for c in sorted(open_, key=_rank) if c.plan.schedule != "gpipe"][:SIMULATED]
+    exact = [c for c in open_ if c.plan.schedule == "gpipe"] + [
+        replace(c, step_seconds=cost.step_seconds(model_config, c.plan, given)) for c in simulated
+    ]
+    if not exact:
+        raise NoFeasiblePlan(_why_nothing_fits(closed, world_size, memory_limit_bytes, given, model_config))
+    timed = {_key(c.plan): c for c in exact}
+    candidates = [timed.get(_key(c.plan), c) for c in candidates]
+    best = min(exact, key=_rank)
+    best = replace(best, extrapolated=tuple(cost.extrapolated(model_config, best.plan, given)))
+    candidates = [best if c.plan == best.plan else c for c in candidates]
+    return SearchResult(best, sorted(candidates, key=_rank), pareto_front(exact))
+
+
+def pareto_front(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that no other candidate beats in step time and peak memory, fastest first."""
+    front: list[Candidate] = []
+    for candidate in sorted(candidates, key=_rank):
+        if not front or candidate.peak_bytes < front[-1].peak_bytes:
+            front.append(candidate)
+    return front
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float, float, int]:
+    # nine digits: what differs by rounding only is equal
+    seconds = float(f"{candidate.step_seconds:.9g}")
+    return candidate.pruned is not None, seconds, candidate.peak_bytes, candidate.plan.num_stages
+
+
+def _key(plan: Plan) -> tuple[Any, ...]:
+    return tuple(vars(plan).values())
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping[str, Any]) -> Iterator[Plan]:
+    """Every plan but for its layers."""
+    shard = bool(fixed.get("shard", False))
+    for pp in divisors(world_size):
+        for cp in divisors(world_size // pp):
+            dp = world_size // pp // cp
+            if any(fixed.get(name, value) != value for name, value in (("pp", pp), ("cp", cp), ("dp", dp))):
+                continue
+            comms = ("ring", "allgather") if cp > 1 and "comm" in Plan.__dataclass_fields__ else (None,)
+            for comm in comms:
+                for checkpoint in (False, True):
+                    base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, checkpoint=checkpoint, shard=shard)
+                    if comm is not None:
+                        base["comm"] = comm
+                    yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1))
+
+
+def _schedules(base: dict[str, Any], num_layers: int, local_batch: int) -> Iterator[Plan]:
+    pp = base["pp"]
+    yield Plan(**base, num_microbatches=1)
+    if pp == 1 or pp > num_layers:
+        return
+    for num in divisors(local_batch):
+        if not 1 < num <= MAX_MICROBATCHES:
+            continue
+        yield Plan(**base, num_microbatches=num)
+        if num >= pp:
+            yield Plan(**base, num_microbatches=num, schedule="1f1b")
+        if num % pp == 0 and 2 * pp <= num_layers:
+            yield Plan(**base, num_microbatches=num, schedule="interleaved", stages_per_rank=2)
+
+
+class _Search:
+    """Candidates of one model on one machine; times are shared by plans that differ in their memory only."""
+
+    def __init__(self, cost: CostModel, config: ModelConfig, given: Workload, limit: float, strict: bool) -> None:
+        self.cost, self.config, self.given, self.strict = cost, config, given, strict
+        self.limit = limit * (1 - HEADROOM)
+        self._tables: dict[tuple[Any, ...], StageTables] = {}
+        self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
+
+    def candidates(self, plan: Plan) -> list[Candidate]:
+        """The plan with its fastest split, and where that is another one with its lightest."""
+        reason = self._prune(plan)
+        if reason is not None:
+            return [Candidate(plan=plan, pruned=reason)]
+        key = (plan.cp, plan.dp * plan.num_microbatches, plan.checkpoint, getattr(plan, "comm", None), plan.pp == 1)
+        if key not in self._tables:
+            self._tables[key] = self.cost.stage_tables(self.config, plan, self.given)
+        tables = self._tables[key]
+        memory = self._memory(plan)
+        lightest = self._split(plan, key, None, memory)
+        assert lightest is not None
+        fastest = self._split(plan, key, tables, memory)
+        if fastest is None:
+            return [self._candidate(plan, lightest, tables, memory)]
+        splits = [fastest] if fastest == lightest else [fastest, lightest]
+        return [self._candidate(plan, split, tables, memory) for split in splits]
+
+    def _prune(self, plan: Plan) -> str | None:
+        if self.given.batch_sequences % (plan.dp * plan.num_microbatches):
+            return "batch"
+        if plan.num_stages > self.config.layers:
+            return "layers"
+        if plan.cp > 1 and self.given.num_nodes / plan.cp < KERNEL_TILE:
+            return "tile"
+        return "extrapolated" if self.strict and self.cost.extrapolated(self.config, plan, self.given) else None
+
+    def _memory(self, plan: Plan) -> Floats:
+        """[stages, L + 1] bytes; several stages of a rank share what it holds once."""
+        counts = np.arange(self.config.layers + 1.0)[None]
+        parts = self.cost.stage_memory(self.config, plan, self.given, counts)
+        stages = parts["parameters"] + parts["activations"] + parts["boundary"]
+        return stages + self.cost.shared_bytes(self.config, plan, self.given) / plan.stages_per_rank
+
+    def _split(
+        self, plan: Plan, key: tuple[Any, ...], tables: StageTables | None, memory: Floats
+    ) -> tuple[int, ...] | None:
+        """The split of least time, or without ``tables`` of least memory."""
+        if tables is None:
+            return lightest_split(memory)
+        limit = self.limit / plan.stages_per_rank
+        caps = tuple((memory[:, 1:] <= limit).sum(axis=1).tolist())
+        key = (key, plan.num_stages, plan.num_microbatches, caps)
+        if key not in self._splits:
+            found = balance(tables, memory, limit, plan.num_microbatches)
+            self._splits[key] = None if found is None else found[0]
+        return self._splits[key]
+
+    def _candidate(self, plan: Plan, split: tuple[int, ...], tables: StageTables, memory: Floats) -> Candidate:
+        plan = replace(plan, layers=split)
+        counts = np.array(split)
+        stage_bytes = memory[np.arange(len(split)), counts]
+        rank_bytes = stage_bytes.reshape(plan.stages_per_rank, plan.pp).sum(axis=0)
+        tightest = int(rank_bytes.argmax())
+        peak = float(rank_bytes[tightest])
+        roles = np.ones(len(split), int)
+        roles[0], roles[-1] = 0, 2 if len(split) > 1 else 0
+        forward, backward = tables.forward[roles, counts], tables.backward[roles, counts]
+        seconds = self.cost.bound_seconds(self.config, plan, self.given, forward, backward)
+        return Candidate(
+            plan=plan,
+            step_seconds=seconds,
+            peak_bytes=peak,
+            tightest=tightest,
+            pruned="memory" if peak > self.limit else None,
+        )
+
+
+def lightest_split(memory: Floats) -> tuple[int, ...]:
+    """The split whose largest stage needs least; ``memory`` [P, L + 1] grows with the layers of a stage.
+
+    The least limit under which the stages hold all layers is one of the table's entries; bisection finds it.
+    """
+    num_layers = memory.shape[1] - 1
+    entries = np.unique(memory[:, 1:])
+    low, high = 0, len(entries) - 1
+    while low < high:
+        middle = (low + high) // 2
+        room = (memory[:, 1:] <= entries[middle]).sum(axis=1)
+        low, high = (low, middle) if room.min() >= 1 and room.sum() >= num_layers else (middle + 1, high)
+    counts = (memory[:, 1:] <= entries[low]).sum(axis=1)
+    # what is too much is taken from the fullest, so that the stages are as even as this memory lets them
+    levels = np.minimum(np.arange(num_layers + 1)[:, None], counts)
+    level = int(np.searchsorted(levels.sum(axis=1), num_layers))
+    counts = levels[level]
+    counts[np.flatnonzero(counts == level)[: counts.sum() - num_layers]] -= 1
+    return tuple(counts.tolist())
+
+
+def _why_nothing_fits(
+    closed: list[Candidate], world_size: int, limit: float, given: Workload, config: ModelConfig
+) -> str:
+    heavy = [candidate for candidate in closed if candidate.pruned == "memory"]
+    if heavy:
+        lightest = min(heavy, key=lambda candidate: candidate.peak_bytes)
+        plan = lightest.plan
+        return (
+            f"no plan of {world_size} processes fits {gib(limit)} with {HEADROOM:.0%} headroom: the lightest, "
+            f"pp={plan.pp} cp={plan.cp} dp={plan.dp} layers={list(plan.layers)} num_microbatches="
+            f"{plan.num_microbatches} {plan.schedule}{' checkpoint' if plan.checkpoint else ''}, needs "
+            f"{gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the batch size "
+            f"({given.batch_sequences} sequences), or raise the limit"
+        )
+    reasons = {
+        "batch": f"dp * num_microbatches must divide the batch of {given.batch_sequences} sequences",
+        "layers": f"pp must be at most the model's {config.layers} layers",
+        "tile": f"cp must leave each rank {KERNEL_TILE} of the {given.num_nodes} regular nodes",
+        "extrapolated": "every size must have been measured (strict)",
+    }
+    counted = {reason: sum(c.pruned == reason for c in closed) for reason in reasons}
+    named = "; ".join(f"{reasons[reason]} ({count} plans)" for reason, count in counted.items() if count)
+    return (
+        f"no plan of {world_size} processes is possible: {named or 'the fixed fields leave none'}; "
+        "change the number of processes, the batch size, or what is fixed"
+    )

@@ -1,0 +1,71 @@
+"""Rows of a machine that follows the terms exactly, with coefficients that are known."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from megagraph.planner.cost import (
+    _dot,
+    _known_bytes,
+    _row_kept,
+    all_reduce_terms,
+    row_config,
+    row_terms,
+    workspace_terms,
+)
+
+FORWARD = {
+    "layer.call": 1e-4, "layer.product": 5e-11, "layer.element": 2e-9, "layer.ffn_element": 3e-9,
+    "attention.call": 5e-5, "attention.score": 1e-9, "attention.product": 6e-11, "attention.state": 1e-9,
+    "embedding.call": 1e-5, "embedding.product": 6e-11, "embedding.element": 1e-9,
+    "head.call": 1e-5, "head.product": 7e-11, "optimizer.call": 1e-5, "optimizer.parameter": 1e-9,
+}  # fmt: skip
+BACKWARD = {name: 2.5 * value for name, value in FORWARD.items() if not name.startswith("optimizer")}
+LINK = {"transfer.call": 5e-5, "transfer.byte": 1e-9, "all_reduce.call": 5e-5, "all_reduce.byte": 1e-9}
+MEMORY = {
+    "kept.key": 8.0, "kept.element": 32.0, "kept.ffn_element": 8.0, "kept.row": 4.0,
+    "workspace.element": 16.0, "workspace.fixed": 1e6,
+}  # fmt: skip
+WORKLOAD = dict(batch_sequences=64, num_nodes=512, num_super=16, num_targets=512)
+
+
+def rows() -> list[dict[str, Any]]:
+    """A small design of sizes, every kind of row."""
+    made: list[dict[str, Any]] = []
+    sizes = product((1, 2, 8), (64, 256, 528), ((32, 4), (64, 8), (128, 8)), (0.5, 1, 2))
+    for index, (m, nodes, (dim, heads), wide) in enumerate(sizes):
+        base = dict(sequences=m, rows=nodes, dim=dim, direction=("forward", "backward")[index % 2])
+        shape = base | dict(
+            layers=1 + index % 4, columns=nodes, ffn_dim=int(dim * wide), heads=heads, bias="bucket", bias_size=8
+        )
+        data = dict(in_features=16 * (1 + index % 3), num_classes=4 + index % 5, feature_rows=m * nodes)
+        made += [
+            shape | dict(kind="layers", targets=(None, 1)[index // 2 % 2]),
+            base | data | dict(kind="embedding"),
+            base | dict(kind="head", targets=1 + index % 7, num_classes=4 + index % 5),
+            shape | dict(kind="attention", ring=index // 2 % 2 == 0),
+            shape | data | dict(kind="memory", targets=1, global_tokens=1),
+        ]
+    made += [dict(kind="optimizer", parameters=n) for n in (10**4, 10**5, 10**6)]
+    for size in (1e3, 1e5, 1e7, 1e9):
+        made += [dict(kind="transfer", bytes=size, link="node")]
+        made += [dict(kind="all_reduce", bytes=size, ranks=ranks, link="node") for ranks in (2, 8, 1024)]
+    made.append(dict(kind="stall", seconds=2e-3))
+    for row in made:
+        row |= dict(device="paper", unit="s")
+        if row["kind"] in ("transfer", "all_reduce"):
+            sent = {"transfer.call": 1.0, "transfer.byte": row["bytes"]}
+            row["seconds"] = _dot(
+                LINK, sent if row["kind"] == "transfer" else all_reduce_terms(row["bytes"], row["ranks"])
+            )
+        elif row["kind"] == "memory":
+            kept = _dot(MEMORY, _row_kept(row)) + 4.0 * row["sequences"] * row["rows"] * row["dim"]
+            work = _dot(MEMORY, workspace_terms(row["sequences"], row["rows"], row_config(row)))
+            parameters = (_known_bytes(row | dict(feature_rows=0, rows=0))) / 3
+            row |= dict(kept_bytes=kept, peak_bytes=_known_bytes(row) + max(kept, parameters) + work)
+        elif row["kind"] != "stall":
+            coefficients = BACKWARD if row.get("direction") == "backward" else FORWARD
+            row["seconds"] = _dot(coefficients, row_terms(row))
+    made[0]["workload"] = WORKLOAD
+    return made

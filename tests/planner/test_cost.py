@@ -1,0 +1,175 @@
+"""The cost model on a machine that follows its terms, its file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+import megagraph as mg
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.planner.cost import Break, _layered, attention_terms, layer_terms, stage_parameters
+from megagraph.planner.split import gpipe_seconds
+from tests.planner import synthetic
+
+CONFIG = mg.ModelConfig(
+    in_features=32, num_classes=5, layers=8, dim=64, ffn_dim=64, heads=8, bias="bucket", bias_size=8
+)
+
+
+@pytest.fixture(scope="module")
+def cost():
+    return mg.planner.fit(synthetic.rows())
+
+
+def test_fit_finds_the_coefficients(cost):
+    assert cost.held_out["time_mape"] < 1e-9 and cost.held_out["time_r2_log"] > 1 - 1e-9
+    assert cost.held_out["memory_mape"] < 1e-9 and cost.held_out["memory_r2"] > 1 - 1e-9
+    for way, want in (("forward", synthetic.FORWARD), ("backward", synthetic.BACKWARD)):
+        for name, value in want.items():
+            assert cost.seconds[way][name] == pytest.approx(value, rel=1e-6), (way, name)
+    assert cost.links["node"] == pytest.approx(synthetic.LINK)
+    assert cost.stall_seconds == 2e-3
+    assert cost.broken is None
+
+
+def test_a_break_is_found_where_there_is_one():
+    broken = Break(2.0 * 528 * 64, 1.5)
+    rows = synthetic.rows()
+    for row in rows:
+        if row["kind"] == "layers":
+            row["layers"] *= 4
+            coefficients = synthetic.BACKWARD if row["direction"] == "backward" else synthetic.FORWARD
+            row["seconds"] = synthetic._dot(coefficients, synthetic.row_terms(row, broken))
+    found = mg.planner.fit(rows)
+    assert found.broken is not None
+    without = mg.planner.fit([row for row in synthetic.rows()])
+    assert without.broken is None
+
+
+def test_save_and_load(cost, tmp_path):
+    cost.save(tmp_path / "cost.json")
+    assert mg.planner.CostModel.load(tmp_path / "cost.json") == cost
+
+
+def test_parameters_are_those_of_the_model():
+    model = HierarchicalGT(CONFIG)
+    assert stage_parameters(CONFIG, CONFIG.layers, True, True) == sum(p.numel() for p in model.parameters())
+
+
+def test_one_device_is_the_sum_of_its_terms(cost):
+    m, rows = 64, 528
+    seconds = 2e-3  # loader
+    for coefficients in (synthetic.FORWARD, synthetic.BACKWARD):
+        terms = _layered(
+            7.0,
+            *(
+                layer_terms(m, rows, queries, CONFIG) | attention_terms(m, queries, rows, CONFIG, ring=False)
+                for queries in (rows, 512)
+            ),
+        )
+        terms |= {"embedding.call": 1, "embedding.product": m * rows * 32 * 64, "embedding.element": m * rows * 64}
+        terms |= {"head.call": 1, "head.product": m * 512 * 64 * 5}
+        seconds += synthetic._dot(coefficients, terms)
+    seconds += 1e-5 + 1e-9 * stage_parameters(CONFIG, 8, True, True)
+    assert cost.step_seconds(CONFIG, mg.Plan()) == pytest.approx(seconds)
+    assert sum(cost.explain(CONFIG, mg.Plan()).values()) == pytest.approx(seconds)
+
+
+def test_pipeline_terms(cost):
+    plan = mg.Plan(pp=4, layers=(1, 3, 2, 2), num_microbatches=8)
+    forward, backward = cost.stage_seconds(CONFIG, plan, cost.workload)
+    transfer = 5e-5 + 1e-9 * 4 * 8 * 528 * 64
+    want = gpipe_seconds(forward, backward, 8) + 6 * transfer
+    terms = cost.explain(CONFIG, plan)
+    assert terms["slowest rank computes"] + terms["bubble and transfers"] == pytest.approx(want)
+    assert terms["all-reduce"] == 0
+    # an all-reduce hides behind the stages before: the first one is the last to start
+    replicated = cost.explain(CONFIG, replace(plan, dp=2, num_microbatches=4))
+    first = 4 * stage_parameters(CONFIG, 1, True, False)
+    assert replicated["all-reduce"] >= 2 * 5e-5 + 1e-9 * first
+
+
+def test_memory_by_schedule(cost):
+    gpipe = mg.Plan(pp=4, num_microbatches=8)
+    ofob = replace(gpipe, schedule="1f1b")
+    more = [a - b for a, b in zip(cost.memory_bytes(CONFIG, gpipe), cost.memory_bytes(CONFIG, ofob), strict=True)]
+    assert all(x > 0 for x in more) and more == sorted(more)  # 4, 5, 6, 7 micro-batches fewer in flight
+    # at a fixed batch GPipe keeps the same, whatever K; the workspace and what waits to be sent differ
+    parts = [
+        cost.stage_memory(
+            CONFIG, replace(gpipe, num_microbatches=num), cost.workload, mg.planner.cost.np.full((4, 1), 2.0)
+        )
+        for num in (2, 8)
+    ]
+    assert parts[0]["activations"] == pytest.approx(parts[1]["activations"])
+    kept, again = (cost.memory_bytes(CONFIG, mg.Plan(checkpoint=checkpoint))[0] for checkpoint in (False, True))
+    assert again < 0.5 * kept
+    sharded, whole = (cost.memory_bytes(CONFIG, mg.Plan(dp=2, shard=shard))[0] for shard in (True, False))
+    assert whole - sharded == pytest.approx(4 * stage_parameters(CONFIG, 8, True, True) * 1.5)
+
+
+def test_what_was_not_measured_is_said(cost):
+    assert cost.extrapolated(CONFIG, mg.Plan(dp=64, num_microbatches=1)) == []
+    assert cost.extrapolated(replace(CONFIG, dim=512), mg.Plan(dp=64))[0].startswith(
+        "dim = 512 is outside the measured"
+    )
+    alone = mg.planner.fit([row for row in synthetic.rows() if row["kind"] not in ("transfer", "all_reduce")])
+    assert "all-reduce ranks was not measured" in alone.extrapolated(CONFIG, mg.Plan(dp=2))
+
+
+def rows_with(**changes):
+    rows = synthetic.rows()
+    rows[0] = {name: value for name, value in (rows[0] | changes).items() if value != "gone"}
+    return rows
+
+
+BAD_ROWS = {
+    "none": ([], "expected rows to fit, got none; run megagraph profile"),
+    "kind": (rows_with(kind="magic"), r"row 0 must have a kind of \['all_reduce', .*got 'magic'"),
+    "missing": (rows_with(dim="gone"), r"row 0 \(layers\) must have the fields .*lacks 'dim'"),
+    "NaN": (rows_with(seconds=math.nan), r"row 0 \(layers\): seconds must be a number of at least 0, got nan"),
+    "negative": (rows_with(seconds=-1.0), r"seconds must be a number of at least 0, got -1.0"),
+    "text": (rows_with(heads="8"), r"heads must be a number of at least 0, got '8'"),
+    "direction": (rows_with(direction="up"), "direction must be forward, backward or forward_backward, got 'up'"),
+    "devices": (rows_with(device="other"), r"rows must come from one device, got \['other', 'paper'\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows(case):
+    rows, message = BAD_ROWS[case]
+    with pytest.raises(ValueError, match=message):
+        mg.planner.fit(rows)
+
+
+def edited(**changes):
+    def edit(text):
+        values = json.loads(text) | changes
+        return json.dumps({name: value for name, value in values.items() if value != "gone"})
+
+    return edit
+
+
+BAD_FILES = {
+    "truncated": (lambda text: text[:200], "is not a whole JSON file .* run megagraph fit again"),
+    "not a model": (lambda text: "[]", "must hold a cost model of schema 1, got None"),
+    "version": (edited(schema=7), "must hold a cost model of schema 1, got 7; run megagraph fit again"),
+    "missing": (edited(memory="gone"), r"lacks \['memory'\]"),
+    "unknown": (edited(tp=1), r"has unknown \['tp'\]"),
+    "NaN": (edited(stall_seconds=math.nan), "stall.seconds must be a number of at least 0, got nan"),
+    "negative": (edited(memory={"kept.key": -1}), "memory.kept.key must be a number of at least 0, got -1"),
+    "not a table": (edited(links=3), "does not hold what a cost model holds"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file(case, cost, tmp_path):
+    edit, message = BAD_FILES[case]
+    path = tmp_path / "cost.json"
+    cost.save(path)
+    path.write_text(edit(path.read_text()))
+    with pytest.raises(ValueError, match=message):
+        mg.planner.CostModel.load(path)

@@ -1,0 +1,125 @@
+"""The search against every plan and every split there is, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import megagraph as mg
+from megagraph.planner.search import HEADROOM, _shapes, lightest_split
+from tests.planner import synthetic
+from tests.planner.test_split import all_splits
+
+CONFIG = mg.ModelConfig(
+    in_features=32, num_classes=5, layers=6, dim=64, ffn_dim=64, heads=8, bias="bucket", bias_size=8
+)
+PLENTY = 1e15
+
+
+@pytest.fixture(scope="module")
+def cost():
+    return mg.planner.fit(synthetic.rows())
+
+
+def everything(cost, world_size):
+    """(seconds, bytes, plan) of every plan with every split."""
+    for shape in _shapes(CONFIG, world_size, cost.workload, {}):
+        if shape.num_stages > CONFIG.layers or cost.workload.batch_sequences % (shape.dp * shape.num_microbatches):
+            continue
+        for split in all_splits(CONFIG.layers, shape.num_stages):
+            plan = replace(shape, layers=split)
+            yield cost.step_seconds(CONFIG, plan), max(cost.memory_bytes(CONFIG, plan)), plan
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_best_plan_is_the_best_of_all(cost, world_size):
+    plans = list(everything(cost, world_size))
+    gpipe = [plan for plan in plans if plan[2].schedule == "gpipe"]
+    lightest = min(size for _, size, _ in gpipe)
+    for limit in (1.01 * lightest, 1.5 * lightest, 3 * lightest, PLENTY):
+        found = mg.planner.search(cost, CONFIG, world_size, limit / (1 - HEADROOM))
+        fits = [plan for plan in plans if plan[1] <= limit]
+        best_gpipe = min(seconds for seconds, _, plan in fits if plan.schedule == "gpipe")
+        got_gpipe = min(c.step_seconds for c in found.candidates if c.pruned is None and c.plan.schedule == "gpipe")
+        assert got_gpipe == pytest.approx(best_gpipe, rel=1e-9)
+        # schedules without a closed form have no promise; this is the gap to brute force
+        assert found.best.step_seconds <= 1.02 * min(fits)[0]
+        assert found.best.peak_bytes <= limit
+        assert found.best.step_seconds == pytest.approx(cost.step_seconds(CONFIG, found.best.plan), rel=1e-12)
+        assert found.best.peak_bytes == pytest.approx(max(cost.memory_bytes(CONFIG, found.best.plan)), rel=1e-12)
+
+
+def test_every_candidate_is_there_and_says_why_it_is_not(cost):
+    found = mg.planner.search(cost, CONFIG, 8, PLENTY)
+    assert {(c.plan.pp, c.plan.cp, c.plan.dp) for c in found.candidates} == {
+        (pp, cp, 8 // pp // cp) for pp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if pp * cp <= 8
+    }
+    assert {c.pruned for c in found.candidates} == {None, "layers"}
+    assert {c.plan.schedule for c in found.candidates} == {"gpipe", "1f1b", "interleaved"}
+    small = mg.planner.Workload(batch_sequences=2, num_nodes=60, num_super=4)
+    reasons = {c.pruned for c in mg.planner.search(cost, CONFIG, 8, PLENTY, workload=small).candidates}
+    assert reasons == {None, "layers", "batch", "tile"}
+    some = mg.planner.search(cost, CONFIG, 4, found.pareto[-1].peak_bytes * 3)
+    assert "memory" in {c.pruned for c in some.candidates}
+
+
+def test_pareto_front(cost):
+    found = mg.planner.search(cost, CONFIG, 4, PLENTY)
+    assert found.pareto[0].step_seconds == found.best.step_seconds
+    for faster, slower in zip(found.pareto, found.pareto[1:], strict=False):
+        assert faster.step_seconds < slower.step_seconds and faster.peak_bytes > slower.peak_bytes
+    beaten = [c for c in found.candidates if c.pruned is None and c.plan.schedule == "gpipe" and c not in found.pareto]
+    for c in beaten:
+        assert any(p.step_seconds <= c.step_seconds * (1 + 1e-8) and p.peak_bytes <= c.peak_bytes for p in found.pareto)
+
+
+def test_partly_fixed_plans(cost):
+    found = mg.planner.search(cost, CONFIG, 4, PLENTY, fixed={"pp": 2, "schedule": "1f1b", "checkpoint": True})
+    assert all(c.plan.pp == 2 and c.plan.schedule == "1f1b" and c.plan.checkpoint for c in found.candidates)
+
+
+def test_lightest_split():
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        num_stages, num_layers = 4, 9
+        memory = np.cumsum(rng.integers(1, 5, (num_stages, num_layers + 1)), axis=1).astype(float)
+        splits = [max(memory[i, c] for i, c in enumerate(split)) for split in all_splits(num_layers, num_stages)]
+        split = lightest_split(memory)
+        assert sum(split) == num_layers and min(split) >= 1
+        assert max(memory[i, c] for i, c in enumerate(split)) == min(splits)
+
+
+BAD = {
+    "no processes": (dict(world_size=0), "world_size must be an integer of at least 1, got 0"),
+    "half": (dict(world_size=1.5), "world_size must be an integer of at least 1, got 1.5"),
+    "no memory": (dict(memory_limit_bytes=0), "memory_limit_bytes must be above 0, got 0"),
+    "NaN memory": (dict(memory_limit_bytes=float("nan")), "memory_limit_bytes must be above 0, got nan"),
+    "fixed": (dict(fixed={"tp": 2}), r"fixed must name fields of .*, got \['tp'\]"),
+    "too little": (
+        dict(memory_limit_bytes=1e6),
+        r"no plan of 4 processes fits 0.00 GiB with 8% headroom: the lightest, pp=.*, needs .* GiB on stage \d; "
+        "start more processes, lower the batch size",
+    ),
+    "prime": (
+        dict(world_size=67),
+        r"no plan of 67 processes is possible: dp \* num_microbatches must divide the batch of 64 sequences "
+        r"\(\d+ plans\); pp must be at most the model's 6 layers",
+    ),
+    "strict": (
+        dict(strict=True, workload=mg.planner.Workload(batch_sequences=64, num_nodes=9999)),
+        r"every size must have been measured \(strict\)",
+    ),
+    "workload": (dict(workload=lambda: mg.planner.Workload(batch_sequences=0, num_nodes=1)), "batch_sequences must be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(cost, case):
+    changes, message = BAD[case]
+    good = dict(world_size=4, memory_limit_bytes=PLENTY)
+    with pytest.raises(ValueError, match=message):
+        changes = {name: value() if callable(value) else value for name, value in changes.items()}
+        mg.planner.search(cost, CONFIG, **(good | changes))
