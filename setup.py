@@ -19,6 +19,7 @@ setup(
         "triton>=3.6,<3.8; platform_system == 'Linux'",
         "numpy>=1.26",
         "scipy>=1.11",
+        "numba>=0.61",
         "torch_geometric>=2.7",
         "pymetis>=2023.1",
         "safetensors>=0.4",

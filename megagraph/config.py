@@ -63,8 +63,8 @@ class TrainConfig:
     """Super nodes of the coarsened graph per node (ego)."""
     sequence_nodes: int = 1024
     """Regular nodes of a cluster sequence."""
-    super_nodes: int = 64
-    """Super nodes of a cluster sequence."""
+    super_nodes: int | None = None
+    """Super nodes of a sequence with the global tokens; default for ego batches one more than these, for cluster 64."""
 
     epochs: int = 5
     max_steps: int | None = None
@@ -105,8 +105,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least = {
-            1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "super_nodes",
-                "epochs"),
+            1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "epochs"),
             0: ("seed", "workers", "learning_rate", "weight_decay"),
         }  # fmt: skip
         for low, names in at_least.items():

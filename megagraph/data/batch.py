@@ -7,19 +7,22 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor
 
 from megagraph.attention.bias import align_columns
 from megagraph.attention.layout import NodeLayout
-from megagraph.data.coarsen import Coarsening, coarsen, partition
+from megagraph.data.coarsen import Coarsening, coarsen, merge, nearest_parts, partition, quotient
 from megagraph.data.datasets import Graph
-from megagraph.data.sample import Neighbors, personalized_pagerank, sample_neighbors
+from megagraph.data.sample import Pagerank, sample_neighbors
 from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
 
 SEQUENCE_ALIGNMENT = 128
 EMBEDDED = ("features", "degrees", "node_ids", "node_index")  # fields of a batch that only the embedding reads
 READ_OUT = ("labels", "target_nodes")  # and those that only the loss and the predictions read
+_CLUSTER_NODES = 300  # and fewer in short sequences: some eight make one
+_COARSE_EDGES = 32  # of a super node of cluster batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +133,16 @@ class Batch:
         return replace(self, **mapped)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _SuperRows:
+    """Features float32 [Q, d_in] and degrees int64 [Q] of rows, row q that of part q % P; the row of every
+    super node [b, N_s - G], -1 = masked."""
+
+    features: np.ndarray
+    degrees: np.ndarray
+    rows: np.ndarray
+
+
 class _Builder:
     """What both kinds of batch share: from node ids to a ``Batch``."""
 
@@ -137,15 +150,18 @@ class _Builder:
         self.graph = graph
         self.coarsening = coarsening
         self.structure = structure
-        self._super_features = torch.from_numpy(coarsening.features)
-        degrees, members = np.diff(graph.indptr), np.bincount(coarsening.membership)
-        super_degrees = np.rint(np.bincount(coarsening.membership, weights=degrees) / members)
-        self._degrees = torch.from_numpy(np.concatenate([degrees, super_degrees]).astype(np.int64))
+        members = np.bincount(coarsening.membership)
+        degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr)) / members
+        self._super_degrees = _rounded(degrees)
+
+    def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> _SuperRows:
+        """Features and degrees of the super nodes [b, N_s - G] beside the regular nodes [b, N']."""
+        return _SuperRows(features=self.coarsening.features, degrees=self._super_degrees, rows=supers)
 
     @property
     def num_rows(self) -> int:
         """Nodes and super nodes."""
-        return len(self._degrees)
+        return self.graph.num_nodes + self.coarsening.num_parts
 
     def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray, share: Share) -> Batch:
         """The share of regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G] and labels [B, T]."""
@@ -164,7 +180,12 @@ class _Builder:
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)
         padding[:, : layout.num_nodes] = regular < 0
-        features, degrees, node_ids, node_index = self._row_tables(regular[:, block], supers, layout, num_microbatches)
+        super_rows = self._super_nodes(regular, supers)
+        supers = np.where(super_rows.rows < 0, -1, supers)
+        padding[:, layout.num_nodes : layout.num_nodes + supers.shape[1]] = supers < 0
+        features, degrees, node_ids, node_index = self._row_tables(
+            regular[:, block], super_rows, layout, num_microbatches
+        )
         return Batch(
             features=features,
             degrees=degrees,
@@ -181,64 +202,74 @@ class _Builder:
         )
 
     def _row_tables(
-        self, block: np.ndarray, supers: np.ndarray, layout: NodeLayout, num_microbatches: int
+        self, block: np.ndarray, supers: _SuperRows, layout: NodeLayout, num_microbatches: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A rank's regular nodes [b, <= R] and super nodes [b, N_s - G] -> features, degrees, node_ids, node_index."""
+        """A rank's regular nodes [b, <= R] and super nodes -> features, degrees, node_ids, node_index."""
         # one numbering for both: nodes first, then super nodes
-        slots = np.full((len(block), layout.block_size + supers.shape[1]), -1)
+        num_nodes = self.graph.num_nodes
+        slots = np.full((len(block), layout.block_size + supers.rows.shape[1]), -1)
         slots[:, : block.shape[1]] = block
-        slots[:, layout.block_size :] = supers + self.graph.num_nodes
+        slots[:, layout.block_size :] = np.where(supers.rows < 0, -1, supers.rows + num_nodes)
         padding = slots < 0
         tables, indices = [], []
         for run in np.split(slots, num_microbatches):
-            # padding takes a row that is there anyway, a super node: regular nodes may all be padding
-            rows, index = np.unique(np.where(run < 0, run[0, -1], run), return_inverse=True)
+            # padding takes a row that is there anyway
+            rows, index = np.unique(np.where(run < 0, max(run.max(), 0), run), return_inverse=True)
             tables.append(rows)
             indices.append(index.reshape(run.shape))
         node_index = np.concatenate(indices)
         node_index[padding] = 0
         num_rows = max(map(len, tables))
         features = torch.empty(num_microbatches, num_rows, self.graph.in_features)
+        degrees = torch.zeros(num_microbatches, num_rows, dtype=torch.int64)
         node_ids = torch.full((num_microbatches, num_rows), -1)
-        for table, ids, rows in zip(features, node_ids, tables, strict=True):
-            num_graph_rows = int(np.searchsorted(rows, self.graph.num_nodes))
-            super_rows = torch.from_numpy(rows[num_graph_rows:] - self.graph.num_nodes)
-            self.graph.read_features(rows[:num_graph_rows], table[:num_graph_rows].numpy())
-            torch.index_select(self._super_features, 0, super_rows, out=table[num_graph_rows : len(rows)])
+        for table, row_degrees, ids, rows in zip(features, degrees, node_ids, tables, strict=True):
+            nodes, super_rows = np.split(rows, [np.searchsorted(rows, num_nodes)])
+            super_rows -= num_nodes
+            self.graph.read_features(nodes, table[: len(nodes)].numpy())
+            table[len(nodes) : len(rows)] = torch.from_numpy(supers.features[super_rows])
             table[len(rows) :] = 0
-            ids[: len(rows)] = torch.from_numpy(rows)
-        node_ids = node_ids.flatten()
-        degrees = self._degrees[node_ids].masked_fill(node_ids < 0, 0)
-        return features.flatten(0, 1), degrees, node_ids, torch.from_numpy(node_index)
+            degrees_of = [self.graph.indptr[nodes + 1] - self.graph.indptr[nodes], supers.degrees[super_rows]]
+            row_degrees[: len(rows)] = torch.from_numpy(np.concatenate(degrees_of))
+            parts = super_rows % self.coarsening.num_parts
+            ids[: len(rows)] = torch.from_numpy(np.concatenate([nodes, num_nodes + parts]))
+        return features.flatten(0, 1), degrees.flatten(), node_ids.flatten(), torch.from_numpy(node_index)
 
 
 class EgoBatches(_Builder):
-    """ANS-GT's batches: a sequence is one target, k sampled neighbours, the target's super node, global tokens.
+    """ANS-GT's batches: a sequence is one target, k sampled neighbours, super nodes, global tokens.
 
-    A batch holds ``num_samples`` sequences of every target, those of one target in a row. N = k + 2 + G.
+    The super nodes are the target's own, and of the others those with the largest entries in its row of the coarse
+    adjacency; masked where there are fewer. A batch holds ``num_samples`` sequences of every target, those of one
+    target in a row. N = 1 + k + num_super.
+
+    Args:
+        num_super: N_s, with the global tokens.
     """
 
     def __init__(
         self,
         graph: Graph,
         coarsening: Coarsening,
-        neighbors: Neighbors,
+        pagerank: Pagerank,
         structure: BiasChannels | DistanceBuckets,
         *,
         k: int = 14,
         num_samples: int = 8,
+        num_super: int = 2,
     ) -> None:
         if k < 1 or num_samples < 1:
             raise ValueError(f"expected k and num_samples of at least 1, got {k} and {num_samples}")
         super().__init__(graph, coarsening, structure)
-        self.neighbors = neighbors
+        self.pagerank = pagerank
         self.k = k
         self.num_samples = num_samples
+        self._nearest = nearest_parts(coarsening.adjacency, num_super - structure.global_tokens)
 
     @property
     def sequence_nodes(self) -> int:
         """N."""
-        return self.k + 2 + self.structure.global_tokens
+        return 1 + self.k + self._nearest.shape[1] + self.structure.global_tokens
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Targets of every batch of an epoch: ``nodes`` in order, or shuffled by ``rng``."""
@@ -252,10 +283,10 @@ class EgoBatches(_Builder):
 
         Neighbours are drawn for all targets, so that every share is of the same batch.
         """
-        sampled = sample_neighbors(self.neighbors, targets, self.num_samples, self.k, rng)
+        sampled = sample_neighbors(self.pagerank(targets), self.num_samples, self.k, rng)
         targets = np.repeat(targets, self.num_samples)[:, None]
         regular = np.concatenate([targets, sampled.reshape(len(targets), self.k)], axis=1)
-        supers = self.coarsening.membership[targets].astype(np.int64)
+        supers = self._nearest[self.coarsening.membership[targets[:, 0]]]
         return self._batch(regular, supers, np.where(label_mask[targets], self.graph.labels[targets], -1), share)
 
 
@@ -263,10 +294,14 @@ class ClusterBatches(_Builder):
     """Long sequences: whole clusters packed together, every super node of the coarsening, global tokens.
 
     Every node of the graph is a regular node of one sequence per epoch. N' is ``sequence_nodes``, or the size
-    of the graph where that is smaller; N = N' + P + G with P super nodes.
+    of the graph where that is smaller; N = N' + P + G with P super nodes. In every sequence a super node stands for
+    its members outside of that sequence: it has the mean of their features and of their degrees, and is masked where
+    there are none.
 
     Args:
-        clusters: [V] cluster of every node, from 0 on without gaps.
+        clusters: [V] cluster of every node, from 0 on without gaps, none in two super nodes.
+        together: the probability that the next cluster of a sequence is drawn among the neighbours of those in it, by
+            the number of edges, and not among all.
     """
 
     def __init__(
@@ -277,50 +312,95 @@ class ClusterBatches(_Builder):
         structure: BiasChannels | DistanceBuckets,
         *,
         sequence_nodes: int = 1024,
+        together: float = 0.5,
     ) -> None:
         if sequence_nodes < 1 or sequence_nodes % SEQUENCE_ALIGNMENT:
             raise ValueError(f"expected sequence_nodes to be a multiple of {SEQUENCE_ALIGNMENT}, got {sequence_nodes}")
+        if not 0 <= together <= 1:
+            raise ValueError(f"expected 0 <= together <= 1, got {together}")
         super().__init__(graph, coarsening, structure)
         self.num_regular = min(sequence_nodes, graph.num_nodes)
-        members = np.split(np.argsort(clusters, kind="stable"), np.cumsum(np.bincount(clusters))[:-1])
-        # a cluster longer than a sequence is cut
-        self._pieces = [
-            nodes[start : start + self.num_regular]
-            for nodes in members
-            for start in range(0, len(nodes), self.num_regular)
-        ]
-        self._supers = np.arange(coarsening.num_parts)
+        self.together = together
+        self._members = np.split(np.argsort(clusters, kind="stable"), np.cumsum(np.bincount(clusters))[:-1])
+        self._edges = quotient(graph, clusters)
+        self._parts = np.arange(coarsening.num_parts)
+        size = np.bincount(coarsening.membership)[:, None]
+        degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr))[:, None]
+        self._sums = np.concatenate([coarsening.features * size.astype(np.float64), degrees, size], axis=1)
 
     @property
     def sequence_nodes(self) -> int:
         """N."""
-        return self.num_regular + len(self._supers) + self.structure.global_tokens
+        return self.num_regular + len(self._parts) + self.structure.global_tokens
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
-        """Regular nodes [B, N'] of every batch of an epoch: clusters in order, or shuffled by ``rng``.
+        """Regular nodes [B, N'] of every batch of an epoch; without ``rng`` always the same.
 
         All nodes of the graph take part, as context, whichever ``nodes`` count.
         """
-        order = range(len(self._pieces)) if rng is None else rng.permutation(len(self._pieces))
-        sequences = []
+        rng = np.random.default_rng(0) if rng is None else rng
+        sequences: list[np.ndarray] = []
         room = 0
-        for piece in order:
-            members = self._pieces[piece]
-            if len(members) > room:
-                sequences.append(np.full(self.num_regular, -1, np.int64))
-                room = self.num_regular
-            start = self.num_regular - room
-            sequences[-1][start : start + len(members)] = members
-            room -= len(members)
+        left = np.ones(len(self._members), bool)
+        anyone = iter(rng.permutation(len(left)))
+        pull = np.zeros(len(left))  # edges from the clusters of the sequence to those that are left
+        for _ in range(len(left)):
+            near = np.flatnonzero(pull) if rng.random() < self.together else ()
+            if len(near):
+                reach = np.cumsum(pull[near])
+                cluster = near[np.searchsorted(reach, rng.random() * reach[-1], side="right")]
+            else:
+                cluster = next(cluster for cluster in anyone if left[cluster])
+            left[cluster] = False
+            members = self._members[cluster]
+            # a cluster longer than a sequence is cut
+            for start in range(0, len(members), self.num_regular):
+                piece = members[start : start + self.num_regular]
+                if len(piece) > room:
+                    sequences.append(np.full(self.num_regular, -1, np.int64))
+                    room = self.num_regular
+                    pull[:] = 0
+                filled = self.num_regular - room
+                sequences[-1][filled : filled + len(piece)] = piece
+                room -= len(piece)
+            edges = slice(self._edges.indptr[cluster], self._edges.indptr[cluster + 1])
+            others = self._edges.indices[edges]
+            pull[others] += self._edges.data[edges]
+            pull[others[~left[others]]] = 0
         return [np.stack(sequences[start : start + batch_size]) for start in range(0, len(sequences), batch_size)]
 
     def build(
         self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
     ) -> Batch:
         """One batch for the regular nodes [B, N']; labels of nodes outside ``label_mask`` [V] do not count."""
-        supers = np.broadcast_to(self._supers, (len(regular), len(self._supers)))
+        supers = np.broadcast_to(self._parts, (len(regular), len(self._parts)))
         counts = (regular >= 0) & label_mask[regular]
         return self._batch(regular, supers, np.where(counts, self.graph.labels[regular], -1), share)
+
+    def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> _SuperRows:
+        """Means over the members outside of each sequence: the sums over all, less those over the sequence's own."""
+        sums = np.repeat(self._sums[None], len(regular), axis=0)
+        for outside, sequence in zip(sums, regular, strict=True):
+            nodes = sequence[sequence >= 0]
+            own = (np.ones(len(nodes)), (self.coarsening.membership[nodes], np.arange(len(nodes))))
+            one_hot = sp.csr_array(own, shape=(len(sums[0]), len(nodes)))
+            features = np.empty((len(nodes), self.graph.in_features), np.float32)
+            self.graph.read_features(nodes, features)
+            outside[:, :-2] -= one_hot @ features
+            outside[:, -2] -= one_hot @ (self.graph.indptr[nodes + 1] - self.graph.indptr[nodes])
+            outside[:, -1] -= one_hot.sum(axis=1)
+        sums = sums.reshape(-1, sums.shape[-1])
+        size = np.maximum(sums[:, -1:], 1)
+        rows = np.where(sums[:, -1] > 0, np.arange(len(sums)), -1)
+        return _SuperRows(
+            features=(sums[:, :-2] / size).astype(np.float32),
+            degrees=_rounded(sums[:, -2] / size[:, 0]),
+            rows=rows.reshape(supers.shape),
+        )
+
+
+def _rounded(degrees: np.ndarray) -> np.ndarray:
+    return np.rint(degrees).astype(np.int64)
 
 
 def prepare(
@@ -332,46 +412,55 @@ def prepare(
     scope: Scope = "auto",
     max_distance: int = 8,
     global_tokens: int = 1,
+    num_super: int | None = None,
     k: int = 14,
     num_samples: int = 8,
     super_ratio: float = 0.1,
     sequence_nodes: int = 1024,
-    cluster_size: int = 64,
-    num_super: int = 64,
+    cluster_size: int | None = None,
+    together: float = 0.5,
 ) -> EgoBatches | ClusterBatches:
     """All that is computed once per graph: super nodes, neighbours or clusters, and the tables of the bias.
 
     Args:
         channels: powers of the adjacency under bias "projected".
         max_distance: largest distance with a bucket of its own under bias "bucket".
+        num_super: N_s of a sequence, with global tokens; default for ego one more than these, for cluster 64.
         k, num_samples, super_ratio: ego only; super nodes per node of the graph.
-        sequence_nodes, cluster_size, num_super: cluster only; N', nodes per cluster, and N_s with global tokens.
+        sequence_nodes, cluster_size, together: cluster only; N', and nodes per cluster, default 300, or an eighth of N'
+            where that is less.
     """
     if global_tokens < 0:
         raise ValueError(f"expected global_tokens >= 0, got {global_tokens}")
-    if batching == "ego":
+    if batching not in ("ego", "cluster"):
+        raise ValueError(f"expected batching 'ego' or 'cluster', got {batching!r}")
+    if bias not in ("projected", "bucket"):
+        raise ValueError(f"expected bias 'projected' or 'bucket', got {bias!r}")
+    ego = batching == "ego"
+    if num_super is None:
+        num_super = 1 + global_tokens if ego else 64
+    if num_super <= global_tokens:
+        raise ValueError(f"expected num_super > global_tokens, got {num_super} and {global_tokens}")
+    if ego:
         if not 0 < super_ratio <= 1:
             raise ValueError(f"expected 0 < super_ratio <= 1, got {super_ratio}")
-        num_parts = max(1, round(graph.num_nodes * super_ratio))
-    elif batching == "cluster":
-        if num_super <= global_tokens:
-            raise ValueError(f"expected num_super > global_tokens, got {num_super} and {global_tokens}")
+        coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * super_ratio))))
+    else:
+        if cluster_size is None:
+            cluster_size = min(_CLUSTER_NODES, max(1, sequence_nodes // 8))
         if cluster_size < 1:
             raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
-        num_parts = min(num_super - global_tokens, graph.num_nodes)
-    else:
-        raise ValueError(f"expected batching 'ego' or 'cluster', got {batching!r}")
-    coarsening = coarsen(graph, num_parts)
+        clusters = partition(graph, -(-graph.num_nodes // cluster_size))
+        coarsening = coarsen(graph, merge(graph, clusters, num_super - global_tokens), strongest=_COARSE_EDGES)
     structure: BiasChannels | DistanceBuckets
     if bias == "projected":
-        structure = BiasChannels(graph, coarsening, num_powers=channels, global_tokens=global_tokens, scope=scope)
-    elif bias == "bucket":
-        structure = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=global_tokens)
+        structure = BiasChannels(
+            graph, coarsening, num_powers=channels, global_tokens=global_tokens, scope=scope, own_super=not ego
+        )
     else:
-        raise ValueError(f"expected bias 'projected' or 'bucket', got {bias!r}")
-    if batching == "ego":
+        structure = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=global_tokens)
+    if ego:
         # samples of one target differ only if there are clearly more candidates than k
-        neighbors = personalized_pagerank(graph, max_candidates=max(128, 4 * k))
-        return EgoBatches(graph, coarsening, neighbors, structure, k=k, num_samples=num_samples)
-    clusters = partition(graph, -(-graph.num_nodes // cluster_size))
-    return ClusterBatches(graph, coarsening, clusters, structure, sequence_nodes=sequence_nodes)
+        pagerank = Pagerank(graph, max_candidates=max(128, 4 * k))
+        return EgoBatches(graph, coarsening, pagerank, structure, k=k, num_samples=num_samples, num_super=num_super)
+    return ClusterBatches(graph, coarsening, clusters, structure, sequence_nodes=sequence_nodes, together=together)

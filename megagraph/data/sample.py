@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse as sp
 
 from megagraph.data.datasets import Graph
+
+MAX_STORED_SOURCES = 2**15  # graphs up to this size keep the candidates of all nodes: 32 MiB with 128 of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -19,97 +20,64 @@ class Neighbors:
     weights: np.ndarray
 
 
-def personalized_pagerank(
-    graph: Graph,
-    nodes: np.ndarray | None = None,
-    *,
-    alpha: float = 0.15,
-    epsilon: float = 1e-4,
-    max_candidates: int = 128,
-    chunk: int = 1024,
-) -> Neighbors:
-    """The strongest ``max_candidates`` other nodes of every source by personalised PageRank.
+class Pagerank:
+    """The nodes nearest to any node by personalised PageRank, found around that node alone.
 
     Approximates rows of ANS-GT's matrix alpha (I - (1 - alpha) D^-1/2 (A + I) D^-1/2)^-1, D the degrees of
     A + I, by the push method (Andersen, Chung & Lang 2006): while a node's residual exceeds epsilon * degree,
     a share alpha of it settles there and the rest moves on to the neighbours; in the end the share alpha of
-    what is left settles too. All such nodes of a chunk of sources push at once. A source costs
-    O(1 / (alpha * epsilon)) plus its own degree, whatever the size of the graph.
+    what is left settles too. A source costs O(1 / (alpha * epsilon)) plus its own degree, whatever the size of
+    the graph, and nothing is kept for a graph above MAX_STORED_SOURCES nodes.
 
     A weight is below the exact entry (i, j) by at most epsilon * sqrt(d_i d_j), and never above it.
 
     Args:
-        nodes: the source of every row of the result; None takes all nodes in order.
+        max_candidates: how many other nodes to keep of every source, the strongest ones.
     """
-    sources = np.arange(graph.num_nodes) if nodes is None else np.asarray(nodes)
-    looped = graph.adjacency + sp.eye_array(graph.num_nodes, format="csr")
-    degree = np.asarray(looped.sum(axis=1))
-    walk = sp.csr_array(sp.diags_array(1 / degree) @ looped)
-    counts, columns, weights = [], [], []
-    for start in range(0, len(sources), chunk):
-        source = sources[start : start + chunk]
-        settled = _push(source, walk, alpha, epsilon * degree)
-        row, col = settled.row, settled.col
-        # from the random walk D^-1 (A + I) to ANS-GT's symmetric normalisation
-        weight = settled.data * np.sqrt(degree[source[row]] / degree[col])
-        weight[col == source[row]] = 0
-        order = np.lexsort((-weight, row))
-        size = np.bincount(row, minlength=len(source))
-        rank = np.arange(len(row)) - np.repeat(np.cumsum(size) - size, size)
-        keep = order[(rank < max_candidates) & (weight[order] > 0)]
-        counts.append(np.bincount(row[keep], minlength=len(source)))
-        columns.append(col[keep].astype(np.int32))
-        weights.append(weight[keep].astype(np.float32))
-    return Neighbors(
-        indptr=np.cumsum(np.concatenate([[0], *counts])),
-        nodes=np.concatenate(columns),
-        weights=np.concatenate(weights),
-    )
+
+    def __init__(self, graph: Graph, *, alpha: float = 0.15, epsilon: float = 1e-4, max_candidates: int = 128) -> None:
+        if not 0 < alpha < 1 or epsilon <= 0 or max_candidates < 1:
+            raise ValueError(
+                f"expected 0 < alpha < 1, epsilon > 0 and max_candidates >= 1, got {alpha}, {epsilon}, {max_candidates}"
+            )
+        self.alpha, self.epsilon, self.max_candidates = alpha, epsilon, max_candidates
+        self._csr = np.asarray(graph.indptr), np.asarray(graph.indices)  # of a mapped file its plain view
+        self._place = np.zeros(graph.num_nodes, np.int32)
+        self._stored: Neighbors | None = None
+        if graph.num_nodes <= MAX_STORED_SOURCES:
+            self._stored = self.push(np.arange(graph.num_nodes))
+
+    def __call__(self, sources: np.ndarray) -> Neighbors:
+        """The candidates of the nodes [S], strongest first."""
+        if self._stored is None:
+            return self.push(sources)
+        start = self._stored.indptr[sources]
+        indptr = np.concatenate([[0], np.cumsum(self._stored.indptr[sources + 1] - start)])
+        position = np.arange(indptr[-1]) + np.repeat(start - indptr[:-1], np.diff(indptr))
+        return Neighbors(indptr=indptr, nodes=self._stored.nodes[position], weights=self._stored.weights[position])
+
+    def push(self, sources: np.ndarray) -> Neighbors:
+        """The same, computed now."""
+        from megagraph.data import compiled
+
+        counts, nodes, weights, _ = compiled.pagerank(
+            np.asarray(sources, np.int64),
+            *self._csr,
+            self.alpha,
+            self.epsilon,
+            self.max_candidates,
+            self._place,
+        )
+        return Neighbors(indptr=np.concatenate([[0], np.cumsum(counts)]), nodes=nodes, weights=weights)
 
 
-def _push(sources: np.ndarray, walk: sp.csr_array, alpha: float, threshold: np.ndarray) -> sp.coo_array:
-    """Random-walk PageRank of S sources, [S, V]; pushes until no residual is above its node's threshold [V]."""
-    shape = (len(sources), len(threshold))
-    settled: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+def sample_neighbors(neighbors: Neighbors, num_samples: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw k candidates per source and sample, without replacement, by weight -> int64 [S, num_samples, k].
 
-    def settle(rows: np.ndarray, residual: sp.csr_array) -> None:
-        settled.append((np.repeat(rows, np.diff(residual.indptr)), residual.indices, alpha * residual.data))
-
-    rows = np.arange(len(sources))
-    pushed = sp.csr_array((np.ones(len(sources)), sources, np.arange(len(sources) + 1)), shape=shape)
-    waiting = sp.csr_array(shape)
-    while len(rows):
-        settle(rows, pushed)
-        residual = sp.csr_array(waiting + (1 - alpha) * (pushed @ walk))
-        above = residual.data > threshold[residual.indices]
-        waiting, pushed = _where(residual, ~above), _where(residual, above)
-        # rows never touch each other: one with nothing to push is finished. What waits there settles its share
-        # too, which keeps the bound; without it the neighbours of a hub, each below its threshold, would be lost
-        active = np.diff(pushed.indptr) > 0
-        settle(rows[~active], waiting[~active])
-        rows, waiting, pushed = rows[active], waiting[active], pushed[active]
-    row, col, value = (np.concatenate(arrays) for arrays in zip(*settled, strict=True))
-    return sp.csr_array((value, (row, col)), shape=shape).tocoo()
-
-
-def _where(matrix: sp.csr_array, keep: np.ndarray) -> sp.csr_array:
-    """The entries of ``matrix`` whose flag [nnz] is set."""
-    indptr = np.concatenate([[0], np.cumsum(keep)])[matrix.indptr]
-    return sp.csr_array((matrix.data[keep], matrix.indices[keep], indptr), shape=matrix.shape)
-
-
-def sample_neighbors(
-    neighbors: Neighbors, targets: np.ndarray, num_samples: int, k: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Draw k candidates per target and sample, without replacement, by weight -> int64 [B, num_samples, k].
-
-    The k smallest of Exp(1) / weight are such a draw (Efraimidis & Spirakis 2006). A target with fewer than k
+    The k smallest of Exp(1) / weight are such a draw (Efraimidis & Spirakis 2006). A source with fewer than k
     candidates gives all of them and then -1: a short list is masked, never filled up.
-
-    Args:
-        targets: [B], rows of ``neighbors``.
     """
-    start, stop = neighbors.indptr[targets], neighbors.indptr[targets + 1]
+    start, stop = neighbors.indptr[:-1], neighbors.indptr[1:]
     width = max(k, int((stop - start).max(initial=0)))
     slot = start[:, None] + np.arange(width)
     listed = slot < stop[:, None]
@@ -117,7 +85,7 @@ def sample_neighbors(
     weight[listed] = neighbors.weights[slot[listed]]
     candidate = np.full(slot.shape, -1, np.int64)
     candidate[listed] = neighbors.nodes[slot[listed]]
-    arrival = rng.standard_exponential((len(targets), num_samples, width), np.float32)
+    arrival = rng.standard_exponential((len(start), num_samples, width), np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
         arrival /= weight[:, None]
     chosen = np.argpartition(arrival, k - 1, axis=-1)[..., :k]

@@ -40,12 +40,11 @@ def check_shapes(batch, B, N, T, G, bias):
     assert batch.sequence_ids.tolist() == list(range(B))
     assert batch.num_targets == (batch.labels >= 0).sum()
     if bias == "projected":
-        assert batch.structure.shape == (B, 4 + G, N, N) and batch.structure.dtype == torch.float32
+        assert batch.structure.shape == (B, 4 + G + (T > 1), N, N) and batch.structure.dtype == torch.float32
     else:
         assert batch.structure.shape == (B, N, N) and batch.structure.dtype == torch.uint8
         masked = batch.key_padding_mask[:, :, None] | batch.key_padding_mask[:, None]
         assert ((batch.structure == 255) == masked).all()
-    assert not batch.key_padding_mask[:, batch.layout.num_nodes :].any()
 
 
 def test_ego_batch(graph, ego):
@@ -95,19 +94,73 @@ def test_every_node_is_in_one_sequence_of_an_epoch(graph, cluster):
         batches = list(Loader(cluster, nodes, batch_size=2, seed=0, shuffle=True).epoch(epoch))
         for batch in batches:
             bias = form_of(batch)
-            check_shapes(batch, B=batch.batch_size, N=138, T=128, G=1, bias=bias)
+            check_shapes(batch, B=batch.batch_size, N=cluster.sequence_nodes, T=128, G=1, bias=bias)
             assert (batch.key_padding_mask[:, :128] == (batch.target_nodes < 0)).all()
             counted = batch.target_nodes[batch.labels >= 0]
             assert set(counted.tolist()) <= set(nodes.tolist())
-            real = ~batch.key_padding_mask[:, :137]
-            ids = torch.cat([batch.target_nodes, torch.arange(9).expand(batch.batch_size, 9) + 400], dim=1)
-            every = np.concatenate([graph.features, cluster.coarsening.features])
-            np.testing.assert_array_equal(batch.features[batch.node_index][real].numpy(), every[ids[real]])
+            real = batch.target_nodes >= 0
+            rows = batch.features[batch.node_index]
+            np.testing.assert_array_equal(rows[:, :128][real], graph.features[batch.target_nodes[real]])
         ids = torch.cat([batch.target_nodes.flatten() for batch in batches])
         assert sorted(ids[ids >= 0].tolist()) == list(range(400))
         assert sum(batch.num_targets for batch in batches) == len(nodes)
         orders.append(ids.tolist())
     assert orders[0] != orders[1]
+
+
+def test_super_nodes_stand_for_what_is_outside_of_the_sequence(graph, cluster):
+    membership = cluster.coarsening.membership
+    part = np.flatnonzero(membership == 3)
+    sequences = np.full((3, 128), -1)
+    sequences[0, : len(part)] = part  # all of a super node
+    sequences[1, :100] = np.random.default_rng(0).permutation(400)[:100]
+    batch = cluster.build(sequences, np.ones(400, bool), np.random.default_rng(0))
+    rows, degrees = batch.features[batch.node_index], batch.degrees[batch.node_index]
+    for b, sequence in enumerate(sequences):
+        for s in range(cluster.coarsening.num_parts):
+            outside = np.setdiff1d(np.flatnonzero(membership == s), sequence)
+            assert batch.key_padding_mask[b, 128 + s] == (len(outside) == 0)
+            if len(outside):
+                expected = graph.features[outside].astype(np.float64).mean(axis=0)
+                np.testing.assert_allclose(rows[b, 128 + s], expected, rtol=1e-5, atol=1e-6)
+                assert degrees[b, 128 + s] == round(np.diff(graph.indptr)[outside].mean())
+    assert batch.key_padding_mask[:, 128:].nonzero().tolist() == [[0, 3]]
+
+
+def test_super_nodes_of_an_ego_sequence_are_the_strongest(graph):
+    builder = prepare(graph, k=6, num_samples=2, num_super=5, global_tokens=2, channels=4)
+    targets = np.arange(0, 400, 7)
+    batch = builder.build(targets, np.ones(400, bool), np.random.default_rng(0))
+    assert builder.sequence_nodes == batch.num_nodes == 12
+    coarse = builder.coarsening.adjacency.toarray()
+    for b, target in enumerate(np.repeat(targets, 2)):
+        own = builder.coarsening.membership[target]
+        row = np.where(np.arange(len(coarse)) == own, 2, coarse[own])
+        strongest = np.argsort(-row, kind="stable")[: min(3, (row > 0).sum())]
+        assert batch.key_padding_mask[b, 7:].tolist() == [i >= len(strongest) for i in range(3)] + [False] * 2
+        got = batch.features[batch.node_index[b, 7 : 7 + len(strongest)]]
+        np.testing.assert_array_equal(got, builder.coarsening.features[strongest])
+    assert batch.key_padding_mask[:, 7:].any()
+
+
+def kept_edges(graph, sequences):
+    """Share of the edges with both ends in one sequence."""
+    sequence_of = np.empty(graph.num_nodes, np.int64)
+    for i, nodes in enumerate(sequences):
+        sequence_of[nodes[nodes >= 0]] = i
+    rows = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr))
+    return (sequence_of[rows] == sequence_of[graph.indices]).mean()
+
+
+def test_neighbouring_clusters_are_drawn_together():
+    ring = make_graph(2048, [(i, (i + 1) % 2048) for i in range(2048)])
+    kept = []
+    for together in (0.0, 0.5, 1.0):
+        builder = prepare(ring, batching="cluster", sequence_nodes=128, cluster_size=16, num_super=4, together=together)
+        sequences = np.concatenate(builder.plan(np.arange(2048), 1, np.random.default_rng(0)))
+        assert sorted(sequences[sequences >= 0]) == list(range(2048))
+        kept.append(kept_edges(ring, sequences))
+    assert kept[0] + 0.01 < kept[1] < kept[2] - 0.005 and kept[2] > 0.98
 
 
 def test_whole_clusters_are_packed_and_long_ones_cut(graph):
@@ -215,7 +268,8 @@ def test_shares_have_the_features_they_need(odd, dp, cp, num_microbatches):
         for table, index, skip in zip(tables, indices, hidden.chunk(num_microbatches), strict=True):
             used = index[~skip].unique()
             assert used.tolist() == list(range(len(used))) and not table[len(used) :].any()
-            assert len(table[: len(used)].unique(dim=0)) == len(used)
+            if isinstance(odd[0], EgoBatches):  # a super node that two cluster sequences leave whole is in both
+                assert len(table[: len(used)].unique(dim=0)) == len(used)
             sizes.append(len(used))
         assert len(batch.features) == num_microbatches * max(sizes)
 
@@ -319,6 +373,8 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
         ({"batching": "cluster", "sequence_nodes": 100}, "expected sequence_nodes to be a multiple of 128, got 100"),
         ({"batching": "cluster", "cluster_size": 0}, "expected cluster_size >= 1, got 0"),
         ({"batching": "cluster", "num_super": 1}, "expected num_super > global_tokens, got 1 and 1"),
+        ({"num_super": 1}, "expected num_super > global_tokens, got 1 and 1"),
+        ({"batching": "cluster", "together": 1.5}, r"expected 0 <= together <= 1, got 1\.5"),
     ],
 )
 def test_prepare_refuses(options, message):

@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from megagraph.data.coarsen import coarsen, normalized_adjacency, partition
+from megagraph.data.coarsen import (
+    coarsen,
+    keep_strongest,
+    merge,
+    nearest_parts,
+    normalized_adjacency,
+    partition,
+    quotient,
+)
 from megagraph.data.datasets import synthetic_graph
 from tests.data.graphs import dense_normalized, make_graph
 
@@ -20,7 +28,7 @@ def test_parts_are_numbered_without_gaps_and_repeatable(graph):
 
 @pytest.mark.parametrize("num_parts", [1, 40])
 def test_coarse_graph_is_the_formula(graph, num_parts):
-    coarse = coarsen(graph, num_parts)
+    coarse = coarsen(graph, partition(graph, num_parts))
     one_hot = np.eye(coarse.num_parts)[coarse.membership]
     size = one_hot.sum(axis=0)
     np.testing.assert_allclose(coarse.features, one_hot.T @ graph.features / size[:, None], rtol=1e-5, atol=1e-6)
@@ -33,16 +41,64 @@ def test_coarse_graph_is_the_formula(graph, num_parts):
 
 def test_no_more_parts_than_nodes_is_fine():
     graph = make_graph(5, [(0, 1), (1, 2)])
-    assert coarsen(graph, 5).num_parts <= 5
+    assert coarsen(graph, partition(graph, 5)).num_parts <= 5
 
 
 @pytest.mark.parametrize("num_parts", [0, 6])
 def test_part_counts_are_checked(num_parts):
     with pytest.raises(ValueError, match=f"expected 1 <= num_parts <= 5 nodes, got {num_parts}"):
-        coarsen(make_graph(5, [(0, 1)]), num_parts)
+        partition(make_graph(5, [(0, 1)]), num_parts)
 
 
 def test_normalized_adjacency_is_the_formula(graph):
     normalized = normalized_adjacency(graph.adjacency)
     np.testing.assert_allclose(normalized.toarray(), dense_normalized(graph.adjacency), rtol=1e-6)
     assert normalized.has_sorted_indices and normalized.dtype == np.float32
+
+
+def test_super_nodes_are_whole_clusters_and_balanced(graph):
+    clusters = partition(graph, 40)
+    merged = merge(graph, clusters, 6)
+    assert merged.dtype == np.int32 and np.unique(merged).tolist() == list(range(merged.max() + 1))
+    assert 4 <= merged.max() + 1 <= 6
+    assert len({*zip(clusters, merged, strict=True)}) == clusters.max() + 1
+    assert np.bincount(merged).max() < 1.5 * np.bincount(merged).mean()
+    assert merge(graph, clusters, 40) is clusters
+
+
+def test_a_cut_of_the_cluster_graph_counts_edges(graph):
+    """Clusters that hang together by many edges are merged, whatever the number of clusters they touch."""
+    pairs = [(a, b) for a in range(12) for b in range(a)]
+    rng = np.random.default_rng(0)
+    edges = [
+        (8 * a + rng.integers(8), 8 * b + rng.integers(8)) for a, b in pairs for _ in range(1 + 9 * (a // 6 == b // 6))
+    ]
+    merged = merge(make_graph(96, edges), np.arange(96) // 8, 2)
+    assert len(np.unique(merged[:48])) == len(np.unique(merged[48:])) == 1
+
+
+def test_quotient_counts_edges(graph):
+    parts = partition(graph, 7)
+    one_hot = np.eye(parts.max() + 1)[parts]
+    np.testing.assert_array_equal(quotient(graph, parts).toarray(), one_hot.T @ graph.adjacency.toarray() @ one_hot)
+
+
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_the_strongest_entries_of_a_row_or_a_column_are_kept(graph, count):
+    matrix = coarsen(graph, partition(graph, 30)).adjacency
+    dense = matrix.toarray()
+    others = dense - np.diag(np.diag(dense))
+    least = np.sort(others, axis=1)[:, ::-1][:, min(count, len(dense)) - 1]
+    strong = others >= least[:, None]
+    kept = (others > 0) & (strong | strong.T)
+    expected = np.where(kept, dense, 0) + np.diag(np.diag(dense))
+    got = keep_strongest(matrix, count)
+    assert got.has_sorted_indices and ((got > 0) != (got > 0).T).nnz == 0
+    assert ((got.toarray() == expected) | (got.toarray() == 0)).all()  # of equal entries some are left out
+    assert ((got.toarray() > 0).sum(axis=1) >= np.minimum(count + 1, (dense > 0).sum(axis=1))).all()
+    near = nearest_parts(matrix, count + 1)
+    for part, row in enumerate(near):
+        real = row[row >= 0]
+        assert real[0] == part and len(real) == min(count + 1, (dense[part] > 0).sum()) == len(set(real))
+        assert (np.diff(others[part, real[1:]]) <= 0).all() and (row[len(real) :] == -1).all()
+        assert len(real) == 1 or others[part, real[-1]] >= least[part]

@@ -2,19 +2,22 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from megagraph.attention.bias import align_columns
 from megagraph.attention.layout import NodeLayout
-from megagraph.data import structure
-from megagraph.data.coarsen import coarsen, normalized_adjacency
+from megagraph.data import compiled, structure
+from megagraph.data.coarsen import coarsen, normalized_adjacency, partition
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.structure import (
     AdjacencyPowers,
     BiasChannels,
     DistanceBuckets,
     InducedSubgraph,
-    PairTable,
     hop_distances,
 )
 from tests.data.graphs import dense_hops, dense_normalized, make_graph, random_graphs
@@ -27,7 +30,7 @@ GLOBAL = 2
 def sequences(draw, max_super=2):
     """A graph, its coarsening, and two sequences of distinct nodes padded at their ends."""
     graph = draw(random_graphs())
-    coarsening = coarsen(graph, draw(st.integers(1, 3)))
+    coarsening = coarsen(graph, partition(graph, draw(st.integers(1, min(3, graph.num_nodes)))))
     n = draw(st.integers(1, graph.num_nodes))
     regular = np.full((2, n + 1), -1)
     for row in regular:
@@ -35,7 +38,9 @@ def sequences(draw, max_super=2):
         row[:length] = draw(st.permutations(range(graph.num_nodes)))[:length]
     s = draw(st.integers(0, min(max_super, coarsening.num_parts)))
     supers = np.stack([draw(st.permutations(range(coarsening.num_parts)))[:s] for _ in regular]).astype(np.int64)
-    return graph, coarsening, regular, supers.reshape(2, s)
+    supers = supers.reshape(2, s)
+    supers[draw(arrays(bool, supers.shape))] = -1  # without members outside
+    return graph, coarsening, regular, supers
 
 
 def layouts_of(regular, supers, world_size):
@@ -66,7 +71,7 @@ def expected_channels(graph, coarsening, regular, supers, scope):
         normal = normal * inside[:, None] * inside
         inside = np.isin(np.arange(len(coarse)), super_of)
         coarse = coarse * inside[:, None] * inside
-    channels = np.zeros((POWERS + GLOBAL, size, size))
+    channels = np.zeros((POWERS + GLOBAL + 1, size, size))
     for c, (power, coarse_power) in enumerate(zip(dense_powers(normal), dense_powers(coarse), strict=True)):
         for i in range(n + s):
             for j in range(n + s):
@@ -78,30 +83,30 @@ def expected_channels(graph, coarsening, regular, supers, scope):
                 )
     for g in range(GLOBAL):
         channels[POWERS + g, n + s + g] = channels[POWERS + g, :, n + s + g] = 1
-    padding = np.flatnonzero(regular < 0)
+    for i in range(n):
+        for j in range(n, n + s):
+            channels[-1, i, j] = channels[-1, j, i] = super_of[i] == super_of[j]
+    padding = np.flatnonzero(np.concatenate([regular, supers]) < 0)
     channels[:, padding] = channels[:, :, padding] = 0
     return channels
 
 
 @pytest.mark.parametrize("scope", ["graph", "batch"])
-@pytest.mark.parametrize("pairwise", [0, 256], ids=["slices", "pairs"])
-def test_channels_are_the_definition(scope, pairwise, monkeypatch):
-    monkeypatch.setattr(structure, "_PAIRWISE_NODES", pairwise)
-
-    @settings(deadline=None, max_examples=40)
-    @given(sequences(), st.integers(1, 4))
-    def check(problem, cp):
-        graph, coarsening, regular, supers = problem
-        channels = BiasChannels(graph, coarsening, num_powers=POWERS, global_tokens=GLOBAL, scope=scope)
-        assert channels.size == POWERS + GLOBAL
-        nodes = zip(regular, supers, strict=True)
-        expected = np.stack([expected_channels(graph, coarsening, *sequence, scope) for sequence in nodes])
-        for layout in layouts_of(regular, supers, cp):
-            got = channels.build(regular, supers, layout).numpy()
-            assert got.dtype == np.float32
-            np.testing.assert_allclose(got, rows_of(expected, layout, 0), atol=1e-6)
-
-    check()
+@pytest.mark.parametrize("own_super", [False, True], ids=["ansgt", "own"])
+@settings(deadline=None, max_examples=60)
+@given(sequences(), st.sampled_from([1, 2, 3, 5]))
+def test_channels_are_the_definition(scope, own_super, problem, cp):
+    graph, coarsening, regular, supers = problem
+    channels = BiasChannels(
+        graph, coarsening, num_powers=POWERS, global_tokens=GLOBAL, scope=scope, own_super=own_super
+    )
+    assert channels.size == POWERS + GLOBAL + own_super
+    nodes = zip(regular, supers, strict=True)
+    expected = np.stack([expected_channels(graph, coarsening, *sequence, scope) for sequence in nodes])
+    for layout in layouts_of(regular, supers, cp):
+        got = channels.build(regular, supers, layout)
+        assert got.dtype == torch.float32 and align_columns(got) is got
+        np.testing.assert_allclose(got, rows_of(expected[:, : channels.size], layout, 0), atol=1e-6)
 
 
 def expected_buckets(graph, coarsening, regular, supers, max_distance):
@@ -109,46 +114,65 @@ def expected_buckets(graph, coarsening, regular, supers, max_distance):
     size = n + s + GLOBAL
     levels = max_distance + 2
     real = regular >= 0
-    buckets = np.full((size, size), 2 * levels)
+    buckets = np.full((size, size), 2 * levels + 1)
     local = dense_hops(graph.adjacency.toarray()[np.ix_(regular[real], regular[real])], max_distance)
     buckets[np.ix_(np.flatnonzero(real), np.flatnonzero(real))] = local
     coarse = levels + dense_hops(coarsening.adjacency.toarray(), max_distance)
     super_of = np.concatenate([coarsening.membership[regular], supers])
     buckets[n : n + s, : n + s] = coarse[np.ix_(supers, super_of)]
     buckets[: n + s, n : n + s] = coarse[np.ix_(super_of, supers)]
-    buckets[:n][~real] = buckets[:, :n][:, ~real] = 255
-    buckets[:, np.flatnonzero(~real)] = 255
+    for i in range(n):
+        for j in range(s):
+            if super_of[i] == supers[j]:
+                buckets[i, n + j] = buckets[n + j, i] = 2 * levels
+    padding = np.flatnonzero(np.concatenate([regular, supers]) < 0)
+    buckets[padding] = buckets[:, padding] = 255
     return buckets
 
 
-@pytest.mark.parametrize("pairwise", [0, 256], ids=["slices", "pairs"])
 @pytest.mark.parametrize("max_distance", [1, 3])
-def test_buckets_are_hop_distances(pairwise, max_distance, monkeypatch):
-    monkeypatch.setattr(structure, "_PAIRWISE_NODES", pairwise)
+@settings(deadline=None, max_examples=60)
+@given(sequences(), st.sampled_from([1, 2, 3, 5]))
+def test_buckets_are_hop_distances(max_distance, problem, cp):
+    graph, coarsening, regular, supers = problem
+    buckets = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=GLOBAL)
+    assert buckets.size == structure.num_buckets(max_distance)
+    nodes = zip(regular, supers, strict=True)
+    expected = np.stack([expected_buckets(graph, coarsening, *sequence, max_distance) for sequence in nodes])
+    for layout in layouts_of(regular, supers, cp):
+        got = buckets.build(regular, supers, layout)
+        assert got.dtype == torch.uint8 and align_columns(got) is got
+        np.testing.assert_array_equal(got, rows_of(expected, layout, 255))
 
-    @settings(deadline=None, max_examples=40)
-    @given(sequences(), st.integers(1, 4))
-    def check(problem, cp):
-        graph, coarsening, regular, supers = problem
-        buckets = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=GLOBAL)
-        assert buckets.size == structure.num_buckets(max_distance)
-        nodes = zip(regular, supers, strict=True)
-        expected = np.stack([expected_buckets(graph, coarsening, *sequence, max_distance) for sequence in nodes])
-        for layout in layouts_of(regular, supers, cp):
-            got = buckets.build(regular, supers, layout).numpy()
-            assert got.dtype == np.uint8
-            np.testing.assert_array_equal(got, rows_of(expected, layout, 255))
 
-    check()
+@given(random_graphs(), st.integers(0, 99))
+def test_induced_edges_are_those_among_the_nodes(graph, seed):
+    rng = np.random.default_rng(seed)
+    nodes = np.stack([rng.permutation(graph.num_nodes)[: graph.num_nodes // 2 + 1] for _ in range(3)])
+    nodes[rng.random(nodes.shape) < 0.2] = -1
+    starts, columns, edges = InducedSubgraph(graph.indptr, graph.indices)(nodes)
+    n = nodes.shape[1]
+    got = sp.csr_array((np.ones(len(columns)), columns, starts), shape=(nodes.size, n)).toarray()
+    adjacency = np.pad(graph.adjacency.toarray(), (0, 1))  # -1 is a node without edges
+    np.testing.assert_array_equal(got.reshape(3, n, n), [adjacency[np.ix_(row, row)] for row in nodes])
+    row = np.repeat(np.arange(nodes.size), np.diff(starts))
+    assert (graph.indices[edges] == nodes[row // n, columns]).all()
+
+
+def test_a_hub_is_searched_like_any_node():
+    star = make_graph(500, [(0, i) for i in range(1, 500, 2)])
+    nodes = np.array([[4, 3, 0, 7], [0, -1, 8, 499]])
+    starts, columns, _ = InducedSubgraph(star.indptr, star.indices)(nodes)
+    assert columns.tolist() == [2, 1, 3, 2, 3, 0] and starts.tolist() == [0, 0, 1, 3, 4, 5, 5, 5, 6]
 
 
 @pytest.mark.parametrize("sources", [range(150), range(20, 120), range(7, 7)], ids=["all", "some", "none"])
-@pytest.mark.parametrize("frontier_bytes", [8, 2**20], ids=["blocks", "whole"])
-def test_hops_over_more_sources_than_a_word_has_bits(frontier_bytes, sources, monkeypatch):
-    monkeypatch.setattr(structure, "_FRONTIER_BYTES", frontier_bytes)
+def test_hops_over_more_sources_than_a_word_has_bits(sources):
     graph = synthetic_graph(num_nodes=300, average_degree=2, seed=0)
     nodes = np.random.default_rng(0).permutation(300).reshape(2, 150)
-    got = hop_distances(InducedSubgraph(normalized_adjacency(graph.adjacency))(nodes), 5, sources)
+    starts, columns, _ = InducedSubgraph(graph.indptr, graph.indices)(nodes)
+    got = np.empty((2, len(sources), 150), np.uint8)
+    hop_distances(starts, columns, 5, sources, got)
     for b, sequence in enumerate(nodes):
         expected = dense_hops(graph.adjacency.toarray()[np.ix_(sequence, sequence)], 5)
         np.testing.assert_array_equal(got[b], expected[sources])
@@ -158,7 +182,7 @@ def test_hops_over_more_sources_than_a_word_has_bits(frontier_bytes, sources, mo
 def long_sequence(request):
     """A form of the bias, and one sequence that is long enough for the rows to dominate its cost."""
     graph = synthetic_graph(num_nodes=2048, average_degree=4, seed=0)
-    coarsening = coarsen(graph, 8)
+    coarsening = coarsen(graph, partition(graph, 8))
     if request.param == "bucket":
         form = DistanceBuckets(graph, coarsening, max_distance=4, global_tokens=GLOBAL)
     else:
@@ -182,32 +206,54 @@ def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monk
     form, *nodes = long_sequence
     layout = layouts_of(*nodes, 16)[3]
     pairs, sources = [], []
-    lookup, search = PairTable.lookup, structure.hop_distances
+    look_up, search = compiled.look_up, structure.hop_distances
 
-    def counted_lookup(self, rows, cols):
-        pairs.append(np.broadcast(rows, cols).size)
-        return lookup(self, rows, cols)
+    def counted_look_up(*arguments):
+        pairs.append(arguments[-1].shape[2:])
+        return look_up(*arguments)
 
-    def counted_search(adjacency, max_distance, from_nodes):
+    def counted_search(starts, columns, max_distance, from_nodes, out):
         sources.extend(from_nodes)
-        return search(adjacency, max_distance, from_nodes)
+        return search(starts, columns, max_distance, from_nodes, out)
 
-    monkeypatch.setattr(PairTable, "lookup", counted_lookup)
+    monkeypatch.setattr(compiled, "look_up", counted_look_up)
     monkeypatch.setattr(structure, "hop_distances", counted_search)
     form.build(*nodes, layout)
     if isinstance(form, DistanceBuckets):
         assert sources == list(layout.block()) and not pairs
     else:
-        assert pairs == ([128 * 2048, 8 * (2048 + 8)] if form.powers.scope == "graph" else [])
+        assert pairs == ([(128, 2048), (8, 2048 + 8)] if form.powers.scope == "graph" else [])
 
 
 def test_auto_scope_follows_the_size_of_the_powers(monkeypatch):
-    normalized = normalized_adjacency(synthetic_graph(num_nodes=500, seed=0).adjacency)
+    graph = synthetic_graph(num_nodes=500, seed=0)
+    normalized = normalized_adjacency(graph.adjacency)
     entries = (normalized @ normalized @ normalized).nnz
-    assert structure.estimate_power_entries(normalized, 3) == pytest.approx(entries, rel=0.3)
-    assert AdjacencyPowers(normalized, 3).scope == "graph"
-    monkeypatch.setattr(structure, "MAX_POWER_ENTRIES", entries // 2)
-    assert AdjacencyPowers(normalized, 3).scope == "batch"
+    for adjacency in (graph, normalized):
+        with monkeypatch.context() as patch:
+            assert structure.estimate_power_entries(adjacency, 3) == pytest.approx(entries, rel=0.3)
+            assert AdjacencyPowers(adjacency, 3).scope == "graph"
+            patch.setattr(structure, "MAX_POWER_ENTRIES", entries // 2)
+            assert AdjacencyPowers(adjacency, 3).scope == "batch"
+            with pytest.raises(
+                ValueError, match=r"entries of power 3 for scope 'graph', got about .* GiB\); take scope"
+            ):
+                AdjacencyPowers(adjacency, 3, "graph")
+            patch.setattr(structure, "MAX_POWER_ENTRIES", 10)
+            assert AdjacencyPowers(adjacency, 3).scope == "batch"
+
+
+def test_channels_above_the_limit_are_refused(monkeypatch):
+    graph = make_graph(6, [(0, 1)])
+    channels = BiasChannels(graph, coarsen(graph, partition(graph, 2)), num_powers=2, global_tokens=1)
+    regular, supers = np.arange(6)[None], np.array([[0]])
+    (layout,) = [NodeLayout(6, 2)]
+    monkeypatch.setattr(structure, "MAX_CHANNEL_BYTES", 4 * 3 * 64)
+    assert channels.build(regular, supers, layout).nbytes == 4 * 3 * 64
+    monkeypatch.setattr(structure, "MAX_CHANNEL_BYTES", 4 * 3 * 64 - 1)
+    message = r"the 3 channels of 1 x 8 x 8 node pairs take 768 bytes, .* limit of 767; take bias 'bucket' \(64 bytes\)"
+    with pytest.raises(ValueError, match=message):
+        channels.build(regular, supers, layout)
 
 
 @pytest.mark.parametrize(
@@ -215,18 +261,18 @@ def test_auto_scope_follows_the_size_of_the_powers(monkeypatch):
     [
         (BiasChannels, {"num_powers": 0}, "expected at least one power of the adjacency, got 0"),
         (BiasChannels, {"num_powers": 2, "scope": "all"}, "expected scope 'auto', 'graph' or 'batch', got 'all'"),
-        (DistanceBuckets, {"max_distance": 0}, r"expected max_distance in 1\.\.125, got 0"),
-        (DistanceBuckets, {"max_distance": 126}, r"expected max_distance in 1\.\.125, got 126"),
+        (DistanceBuckets, {"max_distance": 0}, r"expected max_distance in 1\.\.124, got 0"),
+        (DistanceBuckets, {"max_distance": 125}, r"expected max_distance in 1\.\.124, got 125"),
     ],
 )
 def test_bad_options_are_refused(kind, options, message):
     graph = make_graph(6, [(0, 1)])
     with pytest.raises(ValueError, match=message):
-        kind(graph, coarsen(graph, 2), global_tokens=1, **options)
+        kind(graph, coarsen(graph, partition(graph, 2)), global_tokens=1, **options)
 
 
 def test_too_many_super_nodes_for_buckets_are_refused(monkeypatch):
     monkeypatch.setattr(structure, "MAX_HOP_TABLE_NODES", 1)
     graph = make_graph(6, [(0, 1), (2, 3), (4, 5)])
     with pytest.raises(ValueError, match=r"expected at most 1 super nodes .*, got 2; lower super_ratio"):
-        DistanceBuckets(graph, coarsen(graph, 2), max_distance=2, global_tokens=1)
+        DistanceBuckets(graph, coarsen(graph, partition(graph, 2)), max_distance=2, global_tokens=1)

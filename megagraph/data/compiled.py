@@ -1,0 +1,308 @@
+"""The loops that numpy is too slow for, compiled by Numba on their first call and kept on disk.
+
+All take the CSR arrays of an undirected graph of V nodes as ``Graph`` has them (rows ascending, no self loops), and
+``place``, int32 [V] of zeros that is zero again when they return: it tells where a node stands in a short list.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def pagerank(sources, indptr, indices, alpha, epsilon, limit, place):
+    """Forward push for each source; see ``Pagerank``.
+
+    Returns:
+        counts int64 [S], nodes int32 and weights float32 of the strongest ``limit`` of each source, falling, and the
+        number of edges walked.
+    """
+    num_nodes = len(indptr) - 1
+    widest = 0
+    for source in sources:
+        widest = max(widest, indptr[source + 1] - indptr[source])
+    # a push settles more than alpha * epsilon * degree of the one unit there is, but for the source's first
+    reach = int(min(num_nodes, 2.0 + 2.0 * widest + 1.0 / (alpha * epsilon)))
+    touched = np.empty(reach, np.int32)
+    degree = np.empty(reach, np.int64)  # of A + I
+    residual = np.empty(reach)
+    settled = np.empty(reach)
+    queue = np.empty(reach, np.int32)
+    waits = np.empty(reach, np.bool_)
+    heap_weight = np.empty(limit)
+    heap_node = np.empty(limit, np.int32)
+    counts = np.zeros(len(sources), np.int64)
+    nodes = np.empty(len(sources) * limit, np.int32)
+    weights = np.empty(len(sources) * limit, np.float32)
+    total = 0
+    walked = 0
+    for i, source in enumerate(sources):
+        touched[0] = source
+        degree[0] = indptr[source + 1] - indptr[source] + 1
+        residual[0] = 1.0
+        settled[0] = 0.0
+        place[source] = 1
+        size = 1
+        queue[0] = 0
+        waits[0] = True
+        head, length = 0, 1
+        while length:
+            here = queue[head]
+            head = head + 1 if head + 1 < reach else 0
+            length -= 1
+            waits[here] = False
+            mass = residual[here]
+            settled[here] += alpha * mass
+            share = (1.0 - alpha) * mass / degree[here]
+            residual[here] = share  # by the self loop
+            start, stop = indptr[touched[here]], indptr[touched[here] + 1]
+            walked += stop - start
+            for edge in range(start - 1, stop):
+                if edge < start:
+                    slot = here
+                else:
+                    node = indices[edge]
+                    slot = place[node] - 1
+                    if slot < 0:
+                        slot = size
+                        size += 1
+                        place[node] = size
+                        touched[slot] = node
+                        degree[slot] = indptr[node + 1] - indptr[node] + 1
+                        residual[slot] = 0.0
+                        settled[slot] = 0.0
+                        waits[slot] = False
+                    residual[slot] += share
+                if not waits[slot] and residual[slot] > epsilon * degree[slot]:
+                    waits[slot] = True
+                    tail = head + length
+                    queue[tail if tail < reach else tail - reach] = slot
+                    length += 1
+        kept = 0
+        for slot in range(size):
+            place[touched[slot]] = 0
+            # what waits settles its share too: the bound stays, and a hub's neighbours, all below theirs, are found;
+            # then from the random walk D^-1 (A + I) to ANS-GT's symmetric normalisation
+            weight = (settled[slot] + alpha * residual[slot]) * np.sqrt(degree[0] / degree[slot])
+            if slot == 0 or weight <= 0.0:
+                continue
+            if kept < limit:
+                kept += 1
+                _rise(heap_weight, heap_node, kept - 1, weight, touched[slot])
+            elif weight > heap_weight[0]:
+                _sink(heap_weight, heap_node, kept, weight, touched[slot])
+        total += kept
+        for left in range(kept - 1, -1, -1):
+            nodes[total - kept + left] = heap_node[0]
+            weights[total - kept + left] = heap_weight[0]
+            _sink(heap_weight, heap_node, left, heap_weight[left], heap_node[left])
+        counts[i] = kept
+    return counts, nodes[:total], weights[:total], walked
+
+
+@njit(cache=True, nogil=True)
+def _rise(weights, nodes, at, weight, node):
+    """Put an entry into a heap with the smallest weight on top, from its end ``at`` upwards."""
+    while at > 0 and weights[(at - 1) // 2] > weight:
+        weights[at], nodes[at] = weights[(at - 1) // 2], nodes[(at - 1) // 2]
+        at = (at - 1) // 2
+    weights[at], nodes[at] = weight, node
+
+
+@njit(cache=True, nogil=True)
+def _sink(weights, nodes, size, weight, node):
+    """Replace the top of a heap of ``size`` entries."""
+    at = 0
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and weights[child + 1] < weights[child]:
+            child += 1
+        if weights[child] >= weight:
+            break
+        weights[at], nodes[at] = weights[child], nodes[child]
+        at = child
+    weights[at], nodes[at] = weight, node
+
+
+@njit(cache=True, nogil=True)
+def induce(sequences, indptr, indices, place):
+    """The edges among the nodes int64 [B, n] of each sequence; -1 is padding, other nodes occur once.
+
+    Returns:
+        CSR of [B * n, n]: row starts int64, columns int32, and which entry of ``indices`` each one is, int64.
+    """
+    num_sequences, n = sequences.shape
+    bound = 0
+    for b in range(num_sequences):
+        for i in range(n):
+            node = sequences[b, i]
+            if node >= 0:
+                bound += min(n, indptr[node + 1] - indptr[node])
+    starts = np.zeros(num_sequences * n + 1, np.int64)
+    columns = np.empty(bound, np.int32)
+    entries = np.empty(bound, np.int64)
+    size = 0
+    for b in range(num_sequences):
+        for j in range(n):
+            if sequences[b, j] >= 0:
+                place[sequences[b, j]] = j + 1
+        for i in range(n):
+            node = sequences[b, i]
+            if node >= 0:
+                start, stop = indptr[node], indptr[node + 1]
+                if stop - start <= 16 * n:
+                    for edge in range(start, stop):
+                        slot = place[indices[edge]]
+                        if slot:
+                            columns[size] = slot - 1
+                            entries[size] = edge
+                            size += 1
+                else:  # a hub: look the others up in its row
+                    for j in range(n):
+                        other = sequences[b, j]
+                        low, high = start, stop
+                        while low < high:
+                            middle = (low + high) // 2
+                            if indices[middle] < other:
+                                low = middle + 1
+                            else:
+                                high = middle
+                        if low < stop and indices[low] == other:
+                            columns[size] = j
+                            entries[size] = low
+                            size += 1
+            starts[b * n + i + 1] = size
+        for j in range(n):
+            if sequences[b, j] >= 0:
+                place[sequences[b, j]] = 0
+    return starts, columns[:size], entries[:size]
+
+
+@njit(cache=True, nogil=True)
+def hops(starts, columns, first, max_distance, out):
+    """Hops from the nodes ``first``, first + 1, ... of B graphs to all n nodes of theirs, into uint8 [B, sources, n].
+
+    Pairs further apart than max_distance are left as they are. Breadth-first from 64 sources at a time, a bit for
+    each: a hop is one OR over the neighbours. The graphs are [B * n, n], as ``induce`` gives them.
+    """
+    num_graphs, num_sources, n = out.shape
+    reached = np.empty(n, np.uint64)
+    after = np.empty(n, np.uint64)
+    # the position of a single bit, by its residue (2 is a primitive root of 67)
+    position = np.zeros(67, np.uint8)
+    bit = np.uint64(1)
+    for i in range(64):
+        position[bit % np.uint64(67)] = i
+        bit = bit << np.uint64(1)
+    for b in range(num_graphs):
+        for block in range(0, num_sources, 64):
+            for node in range(n):
+                reached[node] = 0
+            for i in range(min(64, num_sources - block)):
+                reached[first + block + i] = np.uint64(1) << np.uint64(i)
+                out[b, block + i, first + block + i] = 0
+            for hop in range(1, max_distance + 1):
+                grown = False
+                for node in range(n):
+                    bits = reached[node]
+                    for edge in range(starts[b * n + node], starts[b * n + node + 1]):
+                        bits |= reached[columns[edge]]
+                    after[node] = bits
+                    new = bits ^ reached[node]
+                    while new:
+                        lowest = new & (~new + np.uint64(1))
+                        out[b, block + position[lowest % np.uint64(67)], node] = hop
+                        new ^= lowest
+                        grown = True
+                reached, after = after, reached
+                if not grown:
+                    break
+
+
+@njit(cache=True, nogil=True)
+def reach(sources, indptr, indices, num_hops):
+    """How many nodes are within ``num_hops`` of each source, itself among them, int64 [S]."""
+    counts = np.zeros(len(sources), np.int64)
+    touched = np.empty(len(indptr) - 1, np.int64)
+    seen = np.zeros(len(indptr) - 1, np.bool_)
+    for i, source in enumerate(sources):
+        touched[0] = source
+        seen[source] = True
+        begin, size = 0, 1
+        for _ in range(num_hops):
+            end = size
+            for at in range(begin, end):
+                for edge in range(indptr[touched[at]], indptr[touched[at] + 1]):
+                    if not seen[indices[edge]]:
+                        seen[indices[edge]] = True
+                        touched[size] = indices[edge]
+                        size += 1
+            begin = end
+        for at in range(size):
+            seen[touched[at]] = False
+        counts[i] = size
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def powers(indptr, indices, data, starts, columns, values):
+    """Powers 1..C of a symmetric matrix with a full diagonal, in the pattern of the last one, which holds the others'.
+
+    Fills ``columns`` int32 [entries], ascending in every row, and ``values`` float32 [entries, C]; ``starts``, int64
+    [V + 1], where each row begins, is known from ``reach``.
+    """
+    num_nodes, num_powers = len(indptr) - 1, values.shape[1]
+    filled = np.zeros(num_nodes, np.int64)
+    touched = np.empty(num_nodes, np.int64)
+    seen = np.zeros(num_nodes, np.bool_)
+    row_of = np.zeros((num_powers + 1, num_nodes))  # one row of each power, dense
+    for row in range(num_nodes):
+        touched[0] = row
+        seen[row] = True
+        row_of[0, row] = 1.0
+        size = 1
+        for power in range(num_powers):
+            for at in range(size):
+                node = touched[at]
+                mass = row_of[power, node]
+                for edge in range(indptr[node], indptr[node + 1]):
+                    column = indices[edge]
+                    row_of[power + 1, column] += mass * data[edge]
+                    if not seen[column]:
+                        seen[column] = True
+                        touched[size] = column
+                        size += 1
+        for at in range(size):
+            # row r of the symmetric result, written as column r: all rows come out ascending
+            column = touched[at]
+            entry = starts[column] + filled[column]
+            filled[column] += 1
+            columns[entry] = row
+            for power in range(num_powers):
+                values[entry, power] = row_of[power + 1, column]
+                row_of[power + 1, column] = 0.0
+            row_of[0, column] = 0.0
+            seen[column] = False
+
+
+@njit(cache=True, nogil=True)
+def look_up(starts, columns, values, rows, cols, out):
+    """Entries of rows [B, r] and cols [B, m], -1 = padding, of a matrix as ``powers`` leaves it: into [B, C, r, m]."""
+    for b in range(rows.shape[0]):
+        for i in range(rows.shape[1]):
+            for j in range(cols.shape[1]):
+                row, column = rows[b, i], cols[b, j]
+                low = high = np.int64(0)
+                if row >= 0 and column >= 0:
+                    low, high = starts[row], starts[row + 1]
+                stop = high
+                while low < high:
+                    middle = (low + high) // 2
+                    if columns[middle] < column:
+                        low = middle + 1
+                    else:
+                        high = middle
+                found = low < stop and columns[low] == column
+                for channel in range(values.shape[1]):
+                    out[b, channel, i, j] = values[low, channel] if found else 0.0
