@@ -1,4 +1,4 @@
-"""The command line: ``megagraph train``, ``predict`` and ``data``."""
+"""The command line: ``megagraph train``, ``predict``, ``plot`` and ``data``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -115,13 +115,39 @@ def data(
     return job
 
 
+def plot(what: tyro.conf.Positional[Literal["timeline"]], run: tyro.conf.Positional[Path], /) -> Job:
+    """Draw a figure from the files of a run.
+
+    Args:
+        what: timeline: what every rank did in the steps that --trace recorded, and how long its stages waited.
+        run: run folder of ``megagraph train --trace``.
+    """
+
+    def job() -> None:
+        from megagraph import plots, timeline
+        from megagraph.planner.plan import Plan
+
+        spans = timeline.read(run / "trace")
+        plots.timeline(spans, run / f"{what}.png")
+        print(f"{run / what}.png")
+        plan = Plan.load(run / "plan.json")
+        if plan.pp > 1:
+            measured, theory = timeline.measured_bubble(spans), timeline.bubble_in_theory(plan)
+            print(
+                f"bubble of {plan.schedule}, {plan.pp} ranks x {plan.stages_per_rank} stages, "
+                f"{plan.num_microbatches} micro-batches: measured {measured:.1%}, in theory {theory:.1%}"
+            )
+
+    return Job(job)
+
+
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             return tyro.extras.subcommand_cli_from_dict(
-                {"train": train, "predict": predict, "data": data}, prog="megagraph"
+                {"train": train, "predict": predict, "plot": plot, "data": data}, prog="megagraph"
             )
     except SystemExit as stop:
         if stop.code:

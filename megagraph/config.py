@@ -100,6 +100,8 @@ class TrainConfig:
     """Keep the input of every layer only, and compute the rest again for the backward pass."""
     shard: bool = False
     """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
+    trace: bool = False
+    """Trace the third to fifth step into RUN/trace/rank-0.json, ... (Chrome, Perfetto, megagraph plot timeline)."""
     timeout: float = 1800.0
     """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megagraph.timeline import SPANS, STAGE, STEP, Span
+
 
 def curves(metrics: list[dict[str, Any]], path: Path) -> None:
     """Training loss per step and accuracy per epoch, from the lines of metrics.jsonl."""
@@ -24,4 +26,31 @@ def curves(metrics: list[dict[str, Any]], path: Path) -> None:
     right.set(xlabel="epoch", ylabel="accuracy")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def timeline(spans: list[Span], path: Path) -> None:
+    """A row per rank: stages as wide bars, what they do inside and what goes on beside them as narrow ones."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ranks = sorted({span.rank for span in spans})
+    steps = [span for span in spans if span.name == STEP]
+    origin, end = min(span.start for span in steps), max(span.stop for span in steps)
+    figure = Figure(figsize=(11, 1.5 + 0.6 * len(ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for i, name in enumerate(SPANS):
+        for rank in ranks:
+            own = [s for s in spans if s.name == name and s.rank == rank and s.stop > origin and s.start < end]
+            bars = [((s.start - origin) * 1e3, (s.stop - s.start) * 1e3) for s in own]
+            low, height = (-0.4, 0.8) if name in STAGE else (-0.2, 0.4)
+            axes.broken_barh(bars, (rank + low, height), color=f"C{i}", linewidth=0)
+        if any(span.name == name for span in spans):
+            axes.broken_barh([], (0, 0), color=f"C{i}", label=name)
+    for span in steps:
+        axes.vlines((span.start - origin) * 1e3, span.rank - 0.5, span.rank + 0.5, color="0.3", linewidth=0.8)
+    axes.set(xlabel="milliseconds", ylabel="rank", yticks=ranks, xlim=(0, (end - origin) * 1e3))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper center", ncols=len(SPANS), frameon=False)
     figure.savefig(path, dpi=120)

@@ -7,6 +7,7 @@ RUN/config.json        the TrainConfig
     model.safetensors  the weights of the best validation epoch so far
     summary.json       the result
     curves.png         loss and accuracy
+    trace/rank-0.json  a few steps of every rank, with --trace
 """
 
 from __future__ import annotations

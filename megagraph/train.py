@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from megagraph import plots
@@ -40,6 +42,7 @@ from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
 from megagraph.planner.plan import Plan
 from megagraph.run import Run
+from megagraph.timeline import STEP, recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,8 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         run.log(**history[-1])
         if epochs.step == epochs.total_steps:
             break
+    if epochs.profiler is not None:
+        epochs.profiler.stop()
     phase("save")
     if run.writes:
         plots.curves(run.metrics(), run.folder / "curves.png")
@@ -219,9 +224,10 @@ def train_step(
     loss = pipeline.backward(batch, dropout_key, loss_sum)
     phase("optimizer")
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
-    for optimizer in optimizers:
-        optimizer.step()
+    with record_function("optimizer"):
+        norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
+        for optimizer in optimizers:
+            optimizer.step()
     if pipeline.mesh is not None:
         loss = sum_over_ranks(loss.double())
     return loss.item(), float(norm)  # waits for the device, so the step's time is all of it
@@ -244,6 +250,9 @@ class _Epochs:
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
         self.optimizers = make_optimizers(pipeline, config)
+        self.profiler = recorder(run.folder / "trace", rank()) if config.trace else None
+        if self.profiler is not None:
+            self.profiler.start()
         self.step = 0
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -257,7 +266,7 @@ class _Epochs:
         silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
         progress = tqdm(self.train_loader.epoch(epoch), desc=f"epoch {epoch}", leave=False, disable=silent)
         waiting = time.perf_counter()
-        for batch in progress:
+        for batch in _waiting_for(progress):
             stall_seconds = time.perf_counter() - waiting
             if self.step == self.total_steps:
                 break
@@ -292,7 +301,10 @@ class _Epochs:
                 group["lr"] = learning_rate
         batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
-        loss, gradient_norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm)
+        with record_function(STEP):
+            loss, gradient_norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm)
+        if self.profiler is not None:
+            self.profiler.step()
         if not np.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {self.step} is {loss}; lower --learning-rate (now {learning_rate:.2e}), "
@@ -308,6 +320,17 @@ class _Epochs:
         )
         self.step += 1
         return loss
+
+
+def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The same batches; the time until each is there has a name in traces."""
+    iterator = iter(batches)
+    while True:
+        with record_function("stall"):
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def schedule(step: int, total_steps: int, warmup: float) -> float:

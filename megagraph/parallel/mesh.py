@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import record_function
 
 from megagraph.parallel import failure
 from megagraph.planner.plan import Plan
@@ -156,10 +157,11 @@ def check_equal(what: str, values: dict[str, Any]) -> None:
                 )
 
 
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """Sum x over all processes of the run, in place."""
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum x over a group, or all processes of the run, in place."""
     if dist.is_initialized():
-        dist.all_reduce(x)
+        with record_function("all-reduce"):
+            dist.all_reduce(x, group=group)
     return x
 
 

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.profiler import record_function
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
@@ -96,6 +97,7 @@ class Stage(nn.Module):
         """Of what goes from stage to stage."""
         return torch.bfloat16 if self.autocast else next(self.parameters()).dtype
 
+    @record_function("stage forward")
     def forward(
         self,
         x: Tensor | None = None,
@@ -136,6 +138,12 @@ class Stage(nn.Module):
         return setting.loss(scores, labels)
 
 
+class _Part(PipelineStage):
+    """torch's stage, with a name in traces for the backward pass without its waiting."""
+
+    backward_maybe_with_nosync = record_function("stage backward")(PipelineStage.backward_maybe_with_nosync)
+
+
 class Pipeline:
     """This rank's stages, run with those of the other ranks of its pipeline.
 
@@ -157,7 +165,7 @@ class Pipeline:
         self.stages, self.modules, self.plan, self.mesh, self.table = stages, modules, plan, mesh, table
         self.config, self.device = stages[0].model.config, stages[0].device
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
-        self._schedules: dict[tuple, tuple[Schedule, list[PipelineStage]]] = {}
+        self._schedules: dict[tuple, tuple[Schedule, list[_Part]]] = {}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages, by their names in the whole model; without the table."""
@@ -207,7 +215,8 @@ class Pipeline:
     def _run(self, batch: Batch, inputs: dict[str, Any]) -> Tensor:
         if self._group is None:
             value = self.modules[0](**inputs)
-            value.backward()
+            with record_function("stage backward"):
+                value.backward()
             return value.detach()
         losses: list[Tensor] = []
         target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stages[-1].last else {}
@@ -241,9 +250,7 @@ class Pipeline:
         tensors = {name: x for name, x in inputs.items() if x is not None and name not in self._unread}
         return tensors | {"setting": setting}
 
-    def _schedule(
-        self, batch: Batch, inputs: dict[str, Any], *, training: bool
-    ) -> tuple[Schedule, list[PipelineStage]]:
+    def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> tuple[Schedule, list[_Part]]:
         """One for every shape of batch: what stages send each other is declared once and never looked at again.
 
         Each holds buffers of b * S * d for what its stages receive, and in training as much for gradients; those not
@@ -256,9 +263,7 @@ class Pipeline:
         self._schedules[key] = found
         return found
 
-    def _make_schedule(
-        self, batch: Batch, inputs: dict[str, Any], training: bool
-    ) -> tuple[Schedule, list[PipelineStage]]:
+    def _make_schedule(self, batch: Batch, inputs: dict[str, Any], training: bool) -> tuple[Schedule, list[_Part]]:
         assert self._group is not None
         num_chunks, config, dtype = self.plan.num_microbatches, self.config, self.stages[0].hidden_dtype
         if batch.batch_size % num_chunks:
@@ -273,7 +278,7 @@ class Pipeline:
         else:
             result = empty(size, batch.labels.shape[1], config.num_classes, dtype=dtype)
         parts = [
-            PipelineStage(
+            _Part(
                 module if training else stage,
                 self._group.get_local_rank() + i * self.plan.pp,
                 self.plan.num_stages,

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megagraph.parallel.mesh import replicas_of
+from megagraph.parallel.mesh import replicas_of, sum_over_ranks
 from megagraph.parallel.pipeline import Stage
 
 
@@ -60,10 +60,10 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float, mesh: Device
     for gradient in (p.grad for p in sparse if p.grad is not None):
         own = gradient.values().double().square().sum()
         if (replicas := replicas_of(mesh)) is not None:
-            dist.all_reduce(own, group=replicas.get_group())
+            sum_over_ranks(own, replicas.get_group())
         square += own
     if mesh is not None and mesh.get_group("pp").size() > 1:
-        dist.all_reduce(square, group=mesh.get_group("pp"))
+        sum_over_ranks(square, mesh.get_group("pp"))
     norm = square.sqrt().to(norm.dtype)
     for kind in (dense, sparse):
         nn.utils.clip_grads_with_norm_(kind, max_norm, norm)

@@ -1,0 +1,109 @@
+"""Timelines: what every rank did in a few training steps, as a Chrome trace, and what part of it was spent waiting."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.profiler import schedule as profiler_schedule
+
+from megagraph.planner.plan import Plan
+
+SKIPPED_STEPS, TRACED_STEPS = 2, 3  # the first steps set up schedules and the profiler
+STEP = "train step"
+STAGE = ("stage forward", "stage backward")
+SPANS = (*STAGE, "ring step", "exchange wait", "all-reduce", "optimizer", "stall")
+_ALIASES = {f"{backend}:all_reduce": "all-reduce" for backend in ("gloo", "nccl")}  # by torch, while it is under way
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something named that a rank did from ``start`` to ``stop``, in seconds of the machine's clock."""
+
+    rank: int
+    name: str
+    start: float
+    stop: float
+
+
+def recorder(folder: Path, rank: int) -> profile:
+    """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json."""
+
+    def write(profiler: profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
+
+    devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    window = profiler_schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=TRACED_STEPS, repeat=1)
+    return profile(activities=devices, schedule=window, on_trace_ready=write)
+
+
+def read(folder: Path) -> list[Span]:
+    """The named spans of all ranks, by start.
+
+    Raises:
+        FileNotFoundError: no traces are there.
+        ValueError: a trace holds no training step.
+    """
+    files = sorted(folder.glob("rank-*.json"))
+    if not files:
+        raise FileNotFoundError(f"{folder} must hold the traces of a run, rank-0.json and so on; train with --trace")
+    spans = []
+    for file in files:
+        rank = int(file.stem.split("-")[1])
+        trace = json.loads(file.read_text())
+        base = trace.get("baseTimeNanoseconds", 0) * 1e-9
+        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+        # where there is a GPU, the host's spans say when work was asked for, the GPU's when it was done
+        on_gpu = {event["name"] for event in events if event.get("cat") == "gpu_user_annotation"}
+        own = []
+        for event in events:
+            name = _ALIASES.get(event["name"], event["name"])
+            cat = "gpu_user_annotation" if event["name"] in on_gpu else "user_annotation"
+            if name in (*SPANS, STEP) and event.get("cat") == cat:
+                start = base + event["ts"] * 1e-6
+                own.append(Span(rank, name, start, start + event["dur"] * 1e-6))
+        if not any(span.name == STEP for span in own):
+            raise ValueError(f"{file} must hold a training step, got none; train for more than {SKIPPED_STEPS} steps")
+        spans += own
+    return sorted(spans, key=lambda span: span.start)
+
+
+def measured_bubble(spans: list[Span]) -> float:
+    """The part of the ranks' time, from the first forward to the last backward of a step, that no stage used.
+
+    Median over the traced steps.
+    """
+    ranks = sorted({span.rank for span in spans})
+    bubbles = []
+    for step in zip(*([s for s in spans if s.name == STEP and s.rank == rank] for rank in ranks), strict=False):
+        stages = [
+            [s for s in spans if s.name in STAGE and s.rank == whole.rank and whole.start <= s.start < whole.stop]
+            for whole in step
+        ]
+        used = [s for own in stages for s in own]
+        window = max(s.stop for s in used) - min(s.start for s in used)
+        bubbles.append(1 - sum(_covered(own) for own in stages) / (window * len(ranks)))
+    return sorted(bubbles)[len(bubbles) // 2]
+
+
+def bubble_in_theory(plan: Plan) -> float:
+    """The same for stages that take equally long and messages that take no time.
+
+    P ranks wait for P - 1 micro-batches of the K that they work on; with v stages each, for as many parts 1 / v of one.
+    Zero bubble fills two thirds of that where gradients of inputs and weights take as long as forward.
+    """
+    idle = (plan.pp - 1) / plan.stages_per_rank / (3 if plan.schedule == "zero_bubble" else 1)
+    return idle / (plan.num_microbatches + idle)
+
+
+def _covered(spans: list[Span]) -> float:
+    """Seconds that at least one of the spans covers."""
+    total, reached = 0.0, -float("inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(span.stop - max(span.start, reached), 0.0)
+        reached = max(reached, span.stop)
+    return total
