@@ -103,10 +103,33 @@ def data_info(folder: tyro.conf.Positional[Path], /, verify: bool = False) -> Jo
     return Job(job)
 
 
+def generate_data(*, nodes: int, edges: int, features: int, classes: int, out: Path, seed: int = 0) -> Job:
+    """Make a synthetic graph of any size as a graph store, with hubs and with blocks that a partition can find.
+
+    Args:
+        nodes: of the graph.
+        edges: undirected, none twice; exactly so many.
+        features: of a node.
+        classes: a class is a run of blocks of about 300 nodes.
+        out: folder of the store; one that is there already is replaced once the new one is complete.
+        seed: the same one gives the same graph.
+    """
+
+    def job() -> None:
+        from megagraph.data.generate import generate
+        from megagraph.data.store import describe
+
+        generate(out, nodes=nodes, edges=edges, features=features, classes=classes, seed=seed)
+        print(describe(out))
+
+    return job
+
+
 def data(
     job: tyro.conf.OmitSubcommandPrefixes[
         tyro.conf.OmitArgPrefixes[
             Annotated[Any, tyro.conf.subcommand("import", constructor=import_data)]
+            | Annotated[Any, tyro.conf.subcommand("generate", constructor=generate_data)]
             | Annotated[Any, tyro.conf.subcommand("info", constructor=data_info)]
         ]
     ],
