@@ -1,15 +1,23 @@
-"""Super nodes: METIS parts of the graph, and the coarse graph among them."""
+"""Clusters of nodes, super nodes made of clusters, and the coarse graph among super nodes."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import scipy.sparse as sp
 
 from megagraph.data.datasets import Graph
+from megagraph.data.store import read_header, save_array
+
+Method = Literal["auto", "metis", "propagation"]
 
 _CHUNK_NODES = 1 << 16
+_METIS_EDGES = 1 << 26  # directed ones; METIS takes about 80 bytes each
+_CACHE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,46 +40,118 @@ class Coarsening:
         return len(self.features)
 
 
-def partition(graph: Graph, num_parts: int) -> np.ndarray:
-    """Balanced parts with few edges between them (METIS, Karypis & Kumar 1998) -> int32 [V], no part empty."""
-    import pymetis
+def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarray:
+    """At most ``num_parts`` balanced parts with few edges between them -> int32 [V], none empty.
 
+    Kept in the folder of a graph that comes from a store, and read from there the next time.
+
+    Args:
+        method: "metis" (Karypis & Kumar 1998), "propagation" (``megagraph.data.propagate``), which takes far less
+            memory, or "auto": METIS up to 2^26 directed edges.
+    """
     if not 1 <= num_parts <= graph.num_nodes:
         raise ValueError(f"expected 1 <= num_parts <= {graph.num_nodes} nodes, got {num_parts}")
-    adjacency = pymetis.CSRAdjacency(graph.indptr, graph.indices)
-    _, parts = pymetis.part_graph(num_parts, adjacency=adjacency, options=pymetis.Options(seed=0))
+    if method == "auto":
+        method = "metis" if graph.num_edges <= _METIS_EDGES else "propagation"
+    cached = _cache_path(graph, f"{method}-{num_parts}")
+    if cached is not None and cached.is_file():
+        with contextlib.suppress(OSError, ValueError):  # one that cannot be read is made again
+            parts = np.load(cached)
+            if parts.shape == (graph.num_nodes,) and parts.dtype == np.int32:
+                return parts
+    if method == "metis":
+        parts = _metis(num_parts, graph.indptr, graph.indices)
+    else:
+        from megagraph.data.propagate import propagate  # numba takes a second to import
+
+        parts = propagate(graph.indptr, graph.indices, num_parts)
+    if cached is not None:
+        with contextlib.suppress(OSError):  # the folder may be read-only
+            save_array(cached, parts)
+    return parts
+
+
+def _metis(
+    num_parts: int,
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    sizes: np.ndarray | None = None,
+    edge_weights: np.ndarray | None = None,
+) -> np.ndarray:
+    import pymetis
+
+    dtype = pymetis.zero_copy_dtype()
+    adjacency = pymetis.CSRAdjacency(indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False))
+    _, parts = pymetis.part_graph(
+        num_parts, adjacency=adjacency, vweights=sizes, eweights=edge_weights, options=pymetis.Options(seed=0)
+    )
     # METIS may leave parts empty, above all where there are hardly more nodes than parts
     return np.unique(parts, return_inverse=True)[1].astype(np.int32)
 
 
+def _cache_path(graph: Graph, name: str) -> Path | None:
+    if graph.store is None:
+        return None
+    arrays = read_header(graph.store)["arrays"]
+    key = "-".join(arrays[part]["sha256"][:16] for part in ("indptr", "indices"))
+    return graph.store / "cache" / f"partition-{name}-{key}-v{_CACHE_VERSION}.npy"
+
+
 def merge(graph: Graph, clusters: np.ndarray, num_parts: int) -> np.ndarray:
     """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between -> int32 [V]."""
-    import pymetis
-
     size = np.bincount(clusters)
     if len(size) <= num_parts:
         return clusters
     between = quotient(graph, clusters)
     between.setdiag(0)
     between.eliminate_zeros()
-    adjacency = pymetis.CSRAdjacency(between.indptr, between.indices)
-    _, parts = pymetis.part_graph(
-        num_parts,
-        adjacency=adjacency,
-        vweights=size,
-        eweights=between.data.astype(np.int64),
-        options=pymetis.Options(seed=0),
-    )
-    return np.unique(np.asarray(parts)[clusters], return_inverse=True)[1].astype(np.int32)
+    return _metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))[clusters]
 
 
 def quotient(graph: Graph, parts: np.ndarray) -> sp.csr_array:
     """Directed edges between every two parts, and inside each on the diagonal: float32 [P, P]."""
+    adjacency, size = graph.adjacency, np.bincount(parts)
     members = (np.ones(graph.num_nodes, np.float32), parts, np.arange(graph.num_nodes + 1))
-    one_hot = sp.csr_array(members, shape=(graph.num_nodes, int(parts.max()) + 1))
-    edges = sp.csr_array(one_hot.T @ graph.adjacency @ one_hot)
+    one_hot = sp.csr_array(members, shape=(graph.num_nodes, len(size)))
+    order, starts = np.argsort(parts, kind="stable"), np.concatenate([[0], np.cumsum(size)])
+    step = max(1, _CHUNK_NODES * len(size) // graph.num_nodes)
+    rows = []
+    for first in range(0, len(size), step):
+        last = min(first + step, len(size))
+        nodes = order[starts[first] : starts[last]]
+        rows.append(one_hot[nodes][:, first:last].T @ (adjacency[nodes] @ one_hot))
+    edges = sp.csr_array(sp.vstack(rows, format="csr"))
     edges.sort_indices()
     return edges
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quality:
+    """How good a partition is."""
+
+    parts: int
+    edge_cut: float  # share of the edges
+    balance: float  # largest part over the mean
+    homophily: float  # share of the labelled nodes whose class is the most frequent one of their part
+
+
+def quality(graph: Graph, parts: np.ndarray) -> Quality:
+    """Quality of parts int [V]; reads the graph in chunks."""
+    size = np.bincount(parts)
+    cut = 0
+    for first in range(0, graph.num_nodes, _CHUNK_NODES):
+        ends = graph.indptr[first : first + _CHUNK_NODES + 1]
+        own = np.repeat(parts[first : first + _CHUNK_NODES], np.diff(ends))
+        cut += int((parts[graph.indices[ends[0] : ends[-1]]] != own).sum())
+    labelled = graph.labels >= 0
+    pairs = parts[labelled].astype(np.int64) * graph.num_classes + graph.labels[labelled]
+    by_class = np.bincount(pairs, minlength=len(size) * graph.num_classes).reshape(len(size), -1)
+    return Quality(
+        parts=len(size),
+        edge_cut=cut / graph.num_edges,
+        balance=float(size.max() / size.mean()),
+        homophily=float(by_class.max(axis=1).sum() / labelled.sum()),
+    )
 
 
 def coarsen(graph: Graph, membership: np.ndarray, strongest: int | None = None) -> Coarsening:

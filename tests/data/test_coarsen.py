@@ -2,12 +2,14 @@ import numpy as np
 import pytest
 
 from megagraph.data.coarsen import (
+    Quality,
     coarsen,
     keep_strongest,
     merge,
     nearest_parts,
     normalized_adjacency,
     partition,
+    quality,
     quotient,
 )
 from megagraph.data.datasets import synthetic_graph
@@ -77,7 +79,9 @@ def test_a_cut_of_the_cluster_graph_counts_edges(graph):
     assert len(np.unique(merged[:48])) == len(np.unique(merged[48:])) == 1
 
 
-def test_quotient_counts_edges(graph):
+@pytest.mark.parametrize("chunk", [7, 1 << 16])
+def test_quotient_counts_edges(graph, chunk, monkeypatch):
+    monkeypatch.setattr("megagraph.data.coarsen._CHUNK_NODES", chunk)
     parts = partition(graph, 7)
     one_hot = np.eye(parts.max() + 1)[parts]
     np.testing.assert_array_equal(quotient(graph, parts).toarray(), one_hot.T @ graph.adjacency.toarray() @ one_hot)
@@ -102,3 +106,8 @@ def test_the_strongest_entries_of_a_row_or_a_column_are_kept(graph, count):
         assert real[0] == part and len(real) == min(count + 1, (dense[part] > 0).sum()) == len(set(real))
         assert (np.diff(others[part, real[1:]]) <= 0).all() and (row[len(real) :] == -1).all()
         assert len(real) == 1 or others[part, real[-1]] >= least[part]
+
+
+def test_quality_is_what_it_says():
+    graph = make_graph(5, [(0, 1), (1, 2), (2, 3), (3, 4)])  # classes 0 1 2 0 1
+    assert quality(graph, np.array([0, 0, 1, 1, 1])) == Quality(parts=2, edge_cut=0.25, balance=1.2, homophily=0.4)
