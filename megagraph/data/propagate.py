@@ -113,7 +113,7 @@ def move_nodes(indptr, indices, order, label, size, room, spare):  # type: ignor
 
 @njit(cache=True)
 def _edges_to(indptr, indices, nodes, label, count, touched):  # type: ignore[no-untyped-def]
-    """``count`` of the edges of ``nodes`` to every cluster; those with any go into ``touched``, and their number out."""
+    """``count`` of the edges of ``nodes`` to every cluster; those with any go to ``touched``; their number."""
     found = 0
     for v in nodes:
         for u in indices[indptr[v] : indptr[v + 1]]:
@@ -150,8 +150,7 @@ def _merge(indptr, indices, order, starts, members, label, size, room):  # type:
 
 @njit(cache=True)
 def _fill(indptr, indices, starts, members, label, size, num_parts, room):  # type: ignore[no-untyped-def]
-    """Clusters from ``num_parts`` on go to the one that most of their edges lead to, else to the smallest, as a whole or
-    in parts."""
+    """Clusters from ``num_parts`` on go where most of their edges lead, or to the smallest, in parts if need be."""
     count, touched = np.zeros(len(size), np.int64), np.empty(len(size), np.int32)
     by_size = [(size[c], c) for c in range(num_parts)]
     heapq.heapify(by_size)
