@@ -122,7 +122,7 @@ def generate_data(*, nodes: int, edges: int, features: int, classes: int, out: P
         generate(out, nodes=nodes, edges=edges, features=features, classes=classes, seed=seed)
         print(describe(out))
 
-    return job
+    return Job(job)
 
 
 def data(
