@@ -117,8 +117,8 @@ class NodeLayout:
 
     def join(self, blocks: Sequence[Tensor], supers: Tensor, dim: int) -> Tensor:
         """All N rows, from the R regular rows of every rank, padding among them, and the super rows."""
-        regular = torch.cat(list(blocks), dim=dim).narrow(dim, 0, self.num_nodes)  # padding stands at the end only
-        return torch.cat([regular, supers], dim=dim)
+        regular = (x.narrow(dim, 0, len(self.block(rank))) for rank, x in enumerate(blocks))
+        return torch.cat([*regular, supers], dim=dim)
 
     def gather(self, x_local: Tensor, dim: int, mesh: DeviceMesh | None = None) -> Tensor:
         """All N rows on every rank, from the S rows ``x_local`` of each, every super row once.

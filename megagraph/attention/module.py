@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megagraph.attention.bias import Bias
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import Impl
-from megagraph.attention.ring import ring_attention
+from megagraph.attention.ring import Comm, check_comm, ring_attention
 
 
 class BiasedRingAttention(nn.Module):
@@ -26,6 +26,7 @@ class BiasedRingAttention(nn.Module):
         dropout: probability to drop an attention weight in training.
         bias: learn an offset in the query, value and output projections; keys have none, it cancels in the softmax.
         mesh: the CP group, a ``DeviceMesh`` of one dim; ``None`` for one rank.
+        comm: ``"ring"`` or ``"allgather"``, see :func:`megagraph.ring_attention`.
         impl: see :func:`megagraph.biased_attention`.
 
     Shapes:
@@ -37,10 +38,11 @@ class BiasedRingAttention(nn.Module):
     fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
     and three visiting blocks of gradients (two for P = 2).
     Communication per rank: (P - 1) * 2 * B * R * E elements forward and twice that backward, half of it in fp32.
+    With ``comm="allgather"``, k and v of all N nodes are kept for backward, and not sent again there.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``; a shape above does not hold; on a mesh of several
-            ranks ``layout``, or ``dropout_key`` in training, is missing.
+        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; a shape above does not hold;
+            on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BiasedRingAttention(nn.Module):
         dropout: float = 0.0,
         bias: bool = True,
         mesh: DeviceMesh | None = None,
+        comm: Comm = "ring",
         impl: Impl | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -61,6 +64,7 @@ class BiasedRingAttention(nn.Module):
         self.num_heads = num_heads
         self.dropout = dropout
         self.mesh = mesh
+        self.comm = check_comm(comm)
         self.impl = impl
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias=False, device=device, dtype=dtype)
@@ -109,6 +113,7 @@ class BiasedRingAttention(nn.Module):
             attn_bias,
             layout=layout,
             mesh=self.mesh,
+            comm=self.comm,
             key_padding_mask=key_padding_mask,
             dropout_p=dropout_p,
             dropout_key=dropout_key,

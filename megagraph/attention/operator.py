@@ -123,7 +123,7 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, im
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
             )
     return _attention(
-        q, k, v, step.data, step.learned, step.bias_mask, step.key_padding_mask, step.dropout_key,
+        q, k, v, step.data, step.learned, step.bias_mask, step.key_padding_mask, step.dropout_key, step.row_ids,
         step.form, step.scale, step.dropout_p, impl,
     )  # fmt: skip
 
@@ -251,6 +251,7 @@ def _attention(
     bias_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     dropout_key: Tensor | None,
+    row_ids: Tensor | None,
     form: str,
     scale: float,
     dropout_p: float,
@@ -261,23 +262,23 @@ def _attention(
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key)
+    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
     _run_step(step, impl, q, k, v, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
     return out, lse
 
 
 def _whole_step(
-    k: Tensor, form: str, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key
+    k: Tensor, form: str, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids
 ) -> Step:
     """The only step where all keys are on one rank."""
     segments = [0, 0, k.shape[2]]
     return Step.from_flat(
-        form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, None
+        form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
 
 
 @_attention.register_fake
-def _(q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale, dropout_p, impl):
+def _(q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, row_ids, form, scale, dropout_p, impl):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=state_dtype(q))
 
 
@@ -295,6 +296,7 @@ def _attention_backward(
     bias_mask: Tensor | None,
     key_padding_mask: Tensor | None,
     dropout_key: Tensor | None,
+    row_ids: Tensor | None,
     form: str,
     scale: float,
     dropout_p: float,
@@ -309,7 +311,7 @@ def _attention_backward(
     if learned_grad and learned is not None:
         d_learned = learned_gradient(form, q, learned, impl if written else "blocked")
     if k.shape[2]:
-        step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key)
+        step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
         gradients = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
         delta = row_delta(d_out, out, d_lse, impl)
         _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **gradients, accumulate=False)
@@ -318,7 +320,7 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(d_out, d_lse, out, lse, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, form, scale,
+def _(d_out, d_lse, out, lse, q, k, v, data, learned, bias_mask, key_padding_mask, dropout_key, row_ids, form, scale,
       dropout_p, impl, learned_grad):  # fmt: skip
     d_learned = learned.new_empty(learned.shape) if learned_grad and learned is not None else q.new_empty(0)
     return *(torch.empty_like(x) for x in (q, k, v)), d_learned
@@ -335,7 +337,7 @@ def _backward(ctx, d_out, d_lse):
     dq, dk, dv, d_learned = _attention_backward(
         d_out, d_lse, out, lse, *tensors, ctx.form, ctx.scale, ctx.dropout_p, ctx.impl, learned_grad
     )
-    return dq, dk, dv, None, d_learned if learned_grad else None, *(None,) * 7
+    return dq, dk, dv, None, d_learned if learned_grad else None, *(None,) * 8
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)

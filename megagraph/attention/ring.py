@@ -8,18 +8,21 @@
 Whatever travels does so while a step computes, but for the gradients' way home. Super nodes never travel and enter
 every softmax once; the gradient of a block's own step stays where it is. A rank sends (P - 1) * 2 * R * d elements
 forward, and backward as many of k and v and as many of their gradients.
+
+``comm="allgather"`` spends memory to save steps: k and v of all ranks are gathered once, one call attends to them, and
+backward sums what all ranks have of a block's gradient where the block is at home.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, get_args, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,15 +45,23 @@ from megagraph.attention.operator import (
 )
 from megagraph.attention.step import Step
 
+Comm = Literal["ring", "allgather"]
+
 
 class Exchange(Protocol):
-    """Moves the blocks of the ranks that live in this process to the next ranks of the ring."""
+    """Moves the blocks of the ranks that live in this process to other ranks."""
 
     def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
         """Start sending; the result waits for, and returns, what the previous ranks sent, which may lie in ``into``.
 
         Neither list may be written before, nor ``into`` be read.
         """
+
+    def gather(self, blocks: list[Tensor]) -> list[Tensor]:
+        """[P, ...] the blocks of all ranks, for every rank here."""
+
+    def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
+        """From a part [P, ...] for each rank: the sum of what all ranks have for a rank here, in the order of ranks."""
 
 
 class GroupExchange:
@@ -78,6 +89,18 @@ class GroupExchange:
 
         return wait
 
+    def gather(self, blocks: list[Tensor]) -> list[Tensor]:
+        (block,) = blocks
+        gathered = block.new_empty(self.group.size(), *block.shape)
+        dist.all_gather(list(gathered), block, group=self.group)
+        return [gathered]
+
+    def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
+        (mine,) = parts
+        received = torch.empty_like(mine)
+        dist.all_to_all_single(received, mine, group=self.group)
+        return [received.sum(dim=0)]
+
 
 class StagedExchange(GroupExchange):
     """For blocks that the group's backend cannot send from where they are: through (pinned) memory of the host.
@@ -90,29 +113,39 @@ class StagedExchange(GroupExchange):
         self.device, self.streams, self.copies = device, torch.get_device_module(device), _copy_stream(device)
 
     def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
-        sent, received = ([self._host_buffer(block)] for block in (*blocks, *into))
-        # a block may still be computed, and what is in the way of the one that comes still be read
+        arriving = super().shift(self._to_host(blocks), [self._host_buffer(x) for x in into])
+        return lambda: self._copy_into(into, arriving())
+
+    def gather(self, blocks: list[Tensor]) -> list[Tensor]:
+        return self._to_device(super().gather(self._to_host(blocks)))
+
+    def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
+        return self._to_device(super().sum_home(self._to_host(parts)))
+
+    def _host_buffer(self, x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
+
+    def _to_host(self, blocks: list[Tensor]) -> list[Tensor]:
+        # a block may still be computed, and what stands where the next one will come still be read
         self.copies.wait_stream(self.streams.current_stream(self.device))
-        self._copy(sent, blocks)
+        host = [self._host_buffer(block) for block in blocks]
+        with self.streams.stream(self.copies):
+            for x, block in zip(host, blocks, strict=True):
+                x.copy_(block, non_blocking=True)
         copied = self.streams.Event()
         copied.record(self.copies)
         copied.synchronize()  # the host sends
-        arriving = super().shift(sent, received)
+        return host
 
-        def wait() -> list[Tensor]:
-            self._copy(into, arriving())
-            self.streams.current_stream(self.device).wait_stream(self.copies)
-            return into
+    def _to_device(self, blocks: list[Tensor]) -> list[Tensor]:
+        return self._copy_into([torch.empty_like(block, device=self.device) for block in blocks], blocks)
 
-        return wait
-
-    def _host_buffer(self, block: Tensor) -> Tensor:
-        return torch.empty(block.shape, dtype=block.dtype, pin_memory=self.device.type == "cuda")
-
-    def _copy(self, to: list[Tensor], blocks: list[Tensor]) -> None:
+    def _copy_into(self, into: list[Tensor], blocks: list[Tensor]) -> list[Tensor]:
         with self.streams.stream(self.copies):
-            for x, block in zip(to, blocks, strict=True):
+            for x, block in zip(into, blocks, strict=True):
                 x.copy_(block, non_blocking=True)
+        self.streams.current_stream(self.device).wait_stream(self.copies)
+        return into
 
 
 @cache
@@ -133,20 +166,26 @@ class Loopback:
         moved = [blocks[-1], *blocks[:-1]]
         return lambda: moved
 
+    def gather(self, blocks: list[Tensor]) -> list[Tensor]:
+        return [torch.stack(blocks)] * len(blocks)
+
+    def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
+        return list(torch.stack(parts).sum(dim=0))
+
 
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *, layout: NodeLayout,
-    mesh: DeviceMesh | None = ..., key_padding_mask: Tensor | None = ..., scale: float | None = ...,
-    dropout_p: float = ..., dropout_key: Tensor | None = ..., return_lse: Literal[False] = ...,
-    impl: Impl | None = ...,
+    mesh: DeviceMesh | None = ..., comm: Comm = ..., key_padding_mask: Tensor | None = ...,
+    scale: float | None = ..., dropout_p: float = ..., dropout_key: Tensor | None = ...,
+    return_lse: Literal[False] = ..., impl: Impl | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *, layout: NodeLayout,
-    mesh: DeviceMesh | None = ..., key_padding_mask: Tensor | None = ..., scale: float | None = ...,
-    dropout_p: float = ..., dropout_key: Tensor | None = ..., return_lse: Literal[True],
-    impl: Impl | None = ...,
+    mesh: DeviceMesh | None = ..., comm: Comm = ..., key_padding_mask: Tensor | None = ...,
+    scale: float | None = ..., dropout_p: float = ..., dropout_key: Tensor | None = ...,
+    return_lse: Literal[True], impl: Impl | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ring_attention(
     q: Tensor,
@@ -156,6 +195,7 @@ def ring_attention(
     *,
     layout: NodeLayout,
     mesh: DeviceMesh | None = None,
+    comm: Comm = "ring",
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -175,6 +215,9 @@ def ring_attention(
         bias: these M rows, all N columns: a bias class of shape [B or 1, H or 1, M, N] or a float tensor.
         layout: which nodes this rank holds.
         mesh: the CP group, one dim; ``None`` for one rank.
+        comm: ``"ring"``: k and v travel in P - 1 steps behind which they hide, and no rank ever holds more than three
+            blocks; ``"allgather"``: they are gathered once and kept for backward, which is faster where sequences are
+            short. The result is the same, to rounding.
         key_padding_mask: bool [B, N], all columns.
         scale, dropout_p, dropout_key, return_lse, impl: as in ``biased_attention``; ``dropout_key`` must be equal on
             all ranks; ``impl="reference"`` runs on one rank only.
@@ -187,6 +230,7 @@ def ring_attention(
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
     """
     bias = as_bias(bias)
+    check_comm(comm)
     layout.check_mesh(mesh)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
     impl = choose_impl(impl, q, k, bias, ring=layout.world_size > 1)
@@ -194,7 +238,7 @@ def ring_attention(
     if mesh is None or layout.world_size == 1:
         out, lse = attention(step, q, k, v, bias, impl)
     else:
-        out, lse = _RingAttention.apply(make_exchange(mesh, q.device), impl, [layout], [step], q, k, v, step.learned)
+        out, lse = _attend(comm, make_exchange(mesh, q.device), impl, [layout], [step], [q, k, v, step.learned])
     return (out, lse) if return_lse else out
 
 
@@ -206,6 +250,7 @@ def loopback_attention(
     *,
     num_super: int,
     world_size: int,
+    comm: Comm = "ring",
     key_padding_mask: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -227,13 +272,81 @@ def loopback_attention(
         rows = None if bias is None else bias.rows(layout.local_to_global.clamp(min=0).to(q.device))
         steps.append(make_step(q, rows, key_padding_mask, scale, dropout_p, dropout_key))
         inputs += [*(layout.shard(x, 2) for x in (q, k, v)), steps[-1].learned]
-    flat = _RingAttention.apply(Loopback(), impl, layouts, steps, *inputs)
+    flat = _attend(check_comm(comm), Loopback(), impl, layouts, steps, inputs)
     size = layouts[0].block_size
     out, lse = (
         layouts[0].join([x[:, :, :size] for x in parts], parts[0][:, :, size:], dim=2)
         for parts in (flat[0::2], flat[1::2])
     )
     return out, lse
+
+
+def check_comm(comm: Comm) -> Comm:
+    """``comm``, or a ValueError where there is no such way."""
+    if comm not in get_args(Comm):
+        raise ValueError(f"comm must be {' or '.join(map(repr, get_args(Comm)))}, got {comm!r}")
+    return comm
+
+
+def _attend(
+    comm: Comm,
+    exchange: Exchange,
+    impl: Impl,
+    layouts: list[NodeLayout],
+    steps: list[Step],
+    inputs: list[Any],
+) -> Sequence[Tensor]:
+    """out and lse of every rank here; ``inputs`` are q, k, v and the learned part of the bias, or None, of each."""
+    if comm == "ring":
+        return _RingAttention.apply(exchange, impl, layouts, steps, *inputs)
+    q, k, v = inputs[0::4], inputs[1::4], inputs[2::4]
+    gathered = _Gather.apply(exchange, layouts, *(x for pair in zip(k, v, strict=True) for x in pair))
+    results: list[Tensor] = []
+    for layout, step, rows, keys, values in zip(layouts, steps, q, gathered[0::2], gathered[1::2], strict=True):
+        with record_function("ring step"):
+            results += attention(_with_rows(step, layout, rows), rows, keys, values, None, impl)
+    return results
+
+
+def _with_rows(step: Step, layout: NodeLayout, q: Tensor) -> Step:
+    """The step with the global rows of q, which dropout needs."""
+    rows = None if step.dropout_key is None else layout.row_ids(q.device)[: q.shape[2]].int()
+    return replace(step, row_ids=rows)
+
+
+class _Gather(torch.autograd.Function):
+    """k and v [B, H, S, D] of every rank here -> those of all nodes [B, H, N, D], its own super rows among them."""
+
+    @staticmethod
+    def forward(ctx, exchange, layouts, *inputs):
+        ctx.exchange, ctx.layouts = exchange, layouts
+        size = layouts[0].block_size
+        rows = [torch.stack(pair) for pair in zip(inputs[0::2], inputs[1::2], strict=True)]  # [2, B, H, S, D]
+        with record_function("exchange wait"):
+            gathered = exchange.gather([x[:, :, :, :size].contiguous() for x in rows])
+        whole = (
+            layout.join(blocks.unbind(), x[:, :, :, size:], dim=3)
+            for layout, blocks, x in zip(layouts, gathered, rows, strict=True)
+        )
+        return tuple(x for pair in whole for x in pair)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        layout = ctx.layouts[0]
+        sums = [torch.stack(pair) for pair in zip(grads[0::2], grads[1::2], strict=True)]  # [2, B, H, N, D]
+        padding = layout.block_size * layout.world_size - layout.num_nodes
+        parts = [
+            nn.functional.pad(x[:, :, :, : layout.num_nodes], (0, 0, 0, padding))
+            .unflatten(3, (layout.world_size, layout.block_size))
+            .movedim(3, 0)
+            .contiguous()
+            for x in sums
+        ]
+        with record_function("exchange wait"):
+            home = ctx.exchange.sum_home(parts)
+        whole = (torch.cat([own, x[:, :, :, layout.num_nodes :]], dim=3) for own, x in zip(home, sums, strict=True))
+        return None, None, *(x for pair in whole for x in pair)
 
 
 @dataclass(frozen=True)
@@ -375,6 +488,5 @@ class _RingAttention(torch.autograd.Function):
         ranks = []
         for i, (layout, step) in enumerate(zip(ctx.layouts, ctx.steps, strict=True)):
             q, k, v, learned = inputs[4 * i : 4 * i + 4]
-            rows = None if step.dropout_key is None else layout.row_ids(q.device)[: q.shape[2]].int()
-            ranks.append(_Rank(layout, replace(step, learned=learned, row_ids=rows), q, k, v))
+            ranks.append(_Rank(layout, replace(_with_rows(step, layout, q), learned=learned), q, k, v))
         return ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import get_args
 from unittest.mock import Mock, patch
 
 import torch
@@ -13,14 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megagraph as mg
 from megagraph.attention import ring
-from tests.problems import FORMS, Problem, with_learned
+from megagraph.attention.ring import Comm
+from tests.problems import FORMS, Problem, to, with_learned
 from tests.problems import ring_problem as make_ring_problem
 
 SIZES = [(num_super, num_nodes) for num_super in (0, 1, 5) for num_nodes in (13, 2)]
 
 
 def ring_options(world_size: int) -> dict[str, dict]:
-    """The problem and the implementation of every case."""
+    """The problem, the implementation and the communication of every case."""
     cases = {}
     for i, form in enumerate(FORMS):
         for j, (num_super, num_nodes) in enumerate(SIZES):
@@ -28,7 +30,9 @@ def ring_options(world_size: int) -> dict[str, dict]:
             problem["dropout_p"] = 0.25 * ((i + j) % 2)
             # every form and every size runs through Triton, not every pair: the interpreter takes its time
             for impl in ("blocked", "triton") if (i + j) % 3 == 0 else ("blocked",):
-                cases[f"ring-{form}-{num_super}-{num_nodes}-{impl}"] = problem | {"impl": impl}
+                for comm in get_args(Comm):
+                    name = f"attention-{comm}-{form}-{num_super}-{num_nodes}-{impl}"
+                    cases[name] = problem | {"impl": impl, "comm": comm}
     return cases
 
 
@@ -43,7 +47,7 @@ def staged(**options) -> dict[str, Tensor]:
         return run_ring(**options)
 
 
-def ring_problem(impl: str, **options) -> Problem:
+def ring_problem(impl: str, comm: str, **options) -> Problem:
     return make_ring_problem(B=1, **options)
 
 
@@ -56,7 +60,9 @@ def ring_cases(world_size: int) -> dict[str, Callable]:
     if world_size == 2:
         cases |= {name: partial(bad_call, options) for name, (options, _) in BAD_CALLS.items()}
     cases |= {name: partial(staged, **options) for name, options in staged_options(world_size).items()}
-    return cases | {"gather": gathered_mean, "trace": traced_messages}
+    cases |= {f"gather-{comm}": partial(gathered_mean, comm=comm) for comm in get_args(Comm)}
+    cases |= {f"queries-{comm}": partial(one_query_but_on_rank_zero, comm) for comm in get_args(Comm)}
+    return cases | {"trace": traced_messages}
 
 
 BAD_CALLS = {
@@ -97,9 +103,9 @@ def ring_mesh(world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world_size,))
 
 
-def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **options) -> dict[str, Tensor]:
+def run_ring(impl: str, comm: Comm, num_super: int, num_nodes: int, world_size: int, **options) -> dict[str, Tensor]:
     """out, lse and gradients of the whole problem, from the rows of all ranks."""
-    problem = ring_problem(impl, num_super=num_super, num_nodes=num_nodes, world_size=world_size, **options)
+    problem = ring_problem(impl, comm, num_super=num_super, num_nodes=num_nodes, world_size=world_size, **options)
     mesh = ring_mesh(world_size)
     layout = mg.NodeLayout(num_nodes, num_super, mesh.get_local_rank(), world_size)
     rows = layout.local_to_global.to(problem.q.device)
@@ -111,7 +117,7 @@ def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **optio
     out, lse = mg.ring_attention(
         q, k, v, with_learned(bias, *learned) if learned else None, layout=layout, mesh=mesh,
         key_padding_mask=problem.padding, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key,
-        return_lse=True, impl=impl,
+        return_lse=True, impl=impl, comm=comm,
     )  # fmt: skip
     # the gradient of a super row reaches every rank in part, as it does behind replicated rows of a model
     share = torch.ones(len(rows), dtype=q.dtype, device=q.device)
@@ -120,13 +126,7 @@ def run_ring(impl: str, num_super: int, num_nodes: int, world_size: int, **optio
     finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
     grads = torch.autograd.grad([out, finite_lse], [q, k, v, *learned], [d_out, d_lse])
 
-    def whole(local: Tensor) -> Tensor:
-        """Sum over ranks of the rows [B, H, S, ...], each in its place."""
-        total = local.new_zeros(*local.shape[:2], layout.num_columns, *local.shape[3:])
-        total.index_add_(2, rows[rows >= 0], local[:, :, rows >= 0])
-        dist.all_reduce(total)
-        return total
-
+    whole = partial(sum_of_rows, layout)
     result = {"out": layout.gather(out.detach(), 2, mesh), "lse": layout.gather(lse.detach(), 2, mesh)}
     result |= {name: whole(grad) for name, grad in zip(("dq", "dk", "dv"), grads, strict=False)}
     if learned and bias.form == "dense":
@@ -174,6 +174,34 @@ def traced_messages() -> dict[str, list[str]]:
     return trace
 
 
+def sum_of_rows(layout: mg.NodeLayout, local: Tensor) -> Tensor:
+    """[B, H, N, ...] from the rows [B, H, S, ...] of all ranks, each in its place."""
+    rows = layout.local_to_global.to(local.device)
+    total = local.new_zeros(*local.shape[:2], layout.num_columns, *local.shape[3:])
+    total.index_add_(2, rows[rows >= 0], local[:, :, rows >= 0])
+    dist.all_reduce(total)
+    return total
+
+
+def one_query_but_on_rank_zero(comm: Comm) -> list[Tensor]:
+    """Gradients of k and v where rank 0 computes no row, and every other rank its first one."""
+    world_size = dist.get_world_size()
+    problem, mesh = queries_problem(world_size), ring_mesh(world_size)
+    layout = mg.NodeLayout(13, 2, mesh.get_local_rank(), world_size)
+    rows = slice(min(layout.rank, 1))
+    q, k, v, d_out = (layout.shard(x, 2) for x in (problem.q, problem.k, problem.v, problem.d_out))
+    out = mg.ring_attention(
+        q[:, :, rows], k.requires_grad_(), v.requires_grad_(), problem.bias.rows(layout.local_to_global[rows]),
+        layout=layout, mesh=mesh, comm=comm, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key,
+        impl="blocked",
+    )  # fmt: skip
+    return [sum_of_rows(layout, grad) for grad in torch.autograd.grad(out, [k, v], d_out[:, :, rows])]
+
+
+def queries_problem(world_size: int) -> Problem:
+    return to(make_ring_problem("projected", world_size, 2, 13, dropout_p=0.25, padded=False), "cpu", torch.float64)
+
+
 def attention_and_input(**options) -> tuple[mg.BiasedRingAttention, Tensor, Tensor]:
     """A module, x [2, 9, 8] whose last two nodes are super nodes, and a bias index."""
     torch.manual_seed(0)
@@ -185,7 +213,7 @@ def gathered_mean(**options) -> dict[str, Tensor]:
     """Gradients of ``gather(attention(x)).mean()``, summed over the ranks."""
     mesh = ring_mesh(dist.get_world_size())
     layout = mg.NodeLayout(7, 2, mesh.get_local_rank(), mesh.size())
-    module, x, index = attention_and_input(mesh=mesh)
+    module, x, index = attention_and_input(mesh=mesh, **options)
     table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
     rows = layout.shard(x, 1).requires_grad_()
     out = module(rows, mg.BucketBias(layout.shard(index, 1), table), layout=layout)

@@ -104,7 +104,8 @@ def test_opcheck(form):
     problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
     q, k, v, *learned = (x.requires_grad_() for x in problem.inputs)
     data, mask = (None, None) if problem.bias is None else (problem.bias.data, problem.bias.mask)
-    arguments = (q, k, v, data, *(learned or [None]), mask, problem.padding, problem.dropout_key, form, 0.5, 0.3)
+    rows = torch.arange(3, 8, dtype=torch.int32, device=q.device)
+    arguments = (q, k, v, data, *(learned or [None]), mask, problem.padding, problem.dropout_key, rows, form, 0.5, 0.3)
     for impl in IMPLS:
         torch.library.opcheck(_attention, (*arguments, impl))
 

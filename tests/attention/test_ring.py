@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 import megagraph as mg
-from megagraph.attention.ring import loopback_attention
+from megagraph.attention.ring import Comm, loopback_attention
 from tests import ranks
 from tests.attention import ring_cases
-from tests.problems import FORMS, Problem, assert_matches, make_problem, ring_problem, with_learned
+from tests.problems import FORMS, Problem, assert_matches, expected, make_problem, ring_problem, with_learned
 
 IMPLS = ("triton", "blocked")
 # (P, N_s, N'): blocks of equal and of unequal length, fewer nodes than ranks
@@ -53,6 +55,17 @@ def test_ring_is_dense_attention(form, world_size, num_super, num_nodes, impl):
     assert_matches(got, problem)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "num_super", "num_nodes", "impl"),
+    [(*case, "blocked") for case in CASES] + [(4, 5, 13, "triton")],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_gathered_keys_are_dense_attention(form, world_size, num_super, num_nodes, impl):
+    problem = ring_problem(form, world_size, num_super, num_nodes, dropout_p=0.25 * ((world_size + num_super) % 2))
+    got = run(problem, loopback_attention, num_super=num_super, world_size=world_size, impl=impl, comm="allgather")
+    assert_matches(got, problem)
+
+
 @pytest.mark.parametrize("case", ring_cases.ring_options(2))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ring_over_processes_is_dense_attention(case, world_size):
@@ -74,7 +87,7 @@ def test_ring_over_processes_through_host_buffers_is_dense_attention(world_size)
 def test_ring_of_ranks_that_share_a_gpu(world_size):
     for case, options in ring_cases.ring_options(world_size).items():
         problem = ring_cases.ring_problem(**options)
-        for result in ranks.results(world_size, only="ring-"):
+        for result in ranks.results(world_size, only="attention-"):
             assert_matches(result[case], problem)
 
 
@@ -87,7 +100,21 @@ def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
     want = {name: parameter.grad for name, parameter in module.named_parameters()}
     want |= {"table": table.grad, "x": x.grad, "loss": loss.detach()}
     for result in ranks.results(world_size):
-        torch.testing.assert_close(result["gather"], want, rtol=1e-10, atol=1e-12)
+        for comm in get_args(Comm):
+            torch.testing.assert_close(result[f"gather-{comm}"], want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("comm", get_args(Comm))
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ring_over_processes_where_ranks_compute_few_rows_or_none(world_size, comm):
+    problem = ring_cases.queries_problem(world_size)
+    computed = torch.zeros(15, dtype=torch.bool)
+    computed[[mg.NodeLayout(13, 2, rank, world_size).block().start for rank in range(1, world_size)]] = True
+    problem.d_out *= computed[:, None]
+    problem.d_lse.zero_()
+    want = expected(problem)
+    for result in ranks.results(world_size):
+        torch.testing.assert_close(result[f"queries-{comm}"], [want["dk"], want["dv"]], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -139,12 +166,18 @@ def test_fewer_queries(num_queries, impl):
         torch.testing.assert_close(got, want)
 
 
+def test_a_module_refuses_unknown_communication():
+    with pytest.raises(ValueError, match="comm must be 'ring' or 'allgather', got 'alltoall'"):
+        mg.BiasedRingAttention(8, 2, comm="alltoall")
+
+
 def call(layout=None, k_rows=7, q_rows=7, **options):
     q, k, v = (torch.zeros(1, 2, rows, 4) for rows in (q_rows, k_rows, k_rows))
     return mg.ring_attention(q, k, v, layout=layout or mg.NodeLayout(5, 2), **options)
 
 
 BAD_CALLS = {
+    "comm": (dict(comm="alltoall"), ValueError, "comm must be 'ring' or 'allgather', got 'alltoall'"),
     "layout of another rank": (
         dict(layout=mg.NodeLayout(10, 2, 1, 2)),
         ValueError,
