@@ -87,6 +87,8 @@ class TrainConfig:
 
     plan: str = "1,1,1"
     """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp."""
+    comm: Literal["ring", "allgather"] = "ring"
+    """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps."""
     stage_layers: str | None = None
     """Layers of every pipeline stage, as in 3,7,7,7; default as even as can be."""
     stages_per_rank: int = 1
@@ -139,6 +141,7 @@ class TrainConfig:
         return Plan(
             pp=pp,
             cp=cp,
+            comm=self.comm,
             dp=dp,
             layers=layers,
             stages_per_rank=self.stages_per_rank,

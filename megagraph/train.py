@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from megagraph import plots
 from megagraph.attention.dropout import dropout_keys
+from megagraph.attention.module import BiasedRingAttention
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
 from megagraph.data.datasets import Graph, Split, random_split
@@ -186,6 +187,9 @@ def make_pipeline(
     model: GraphTransformer, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
 ) -> Pipeline:
     """This rank's stages of a model under a plan, gradients summed over their replicas."""
+    for module in model.modules():
+        if isinstance(module, BiasedRingAttention):
+            module.comm = plan.comm
     own = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp") :: plan.pp]
     stages = [Stage(model, layers, autocast=config.dtype == "bf16", checkpoint=plan.checkpoint) for layers in own]
     for stage in stages:

@@ -18,6 +18,7 @@ class Plan:
     Args:
         pp: ranks of a pipeline [P_pp].
         cp: ranks over which the nodes of a sequence are spread [P_cp].
+        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, or ``"allgather"``.
         dp: groups of ranks that take different sequences of a batch [P_dp].
         layers: layers of every stage [L_i], in the order of the layers; ``()`` for as even as can be, the first
             stages one less.
@@ -39,6 +40,7 @@ class Plan:
 
     pp: int = 1
     cp: int = 1
+    comm: Literal["ring", "allgather"] = "ring"
     dp: int = 1
     layers: tuple[int, ...] = ()
     stages_per_rank: int = 1
@@ -51,6 +53,8 @@ class Plan:
         for name in ("pp", "cp", "dp", "stages_per_rank", "num_microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.comm not in ("ring", "allgather"):
+            raise ValueError(f"comm must be 'ring' or 'allgather', got {self.comm!r}")
         if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
             raise ValueError(
                 f"layers must give each of the pp * stages_per_rank = {self.pp} * {self.stages_per_rank} stages "

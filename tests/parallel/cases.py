@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import Mock, patch
 
 import numpy as np
@@ -93,7 +93,8 @@ STEPS = 5
 def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
     pp, cp, dp = layout
     layers = (1, NUM_LAYERS - 1) if pp == 2 else ()
-    return mg.Plan(pp=pp, cp=cp, dp=dp, layers=layers, num_microbatches=pp, shard=shard)
+    comm: Literal["ring", "allgather"] = "allgather" if shard == (cp == 2) else "ring"  # pairwise, too
+    return mg.Plan(pp=pp, cp=cp, comm=comm, dp=dp, layers=layers, num_microbatches=pp, shard=shard)
 
 
 def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM_LAYERS) -> mg.TrainConfig:

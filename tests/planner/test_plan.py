@@ -8,7 +8,7 @@ import pytest
 
 import megagraph as mg
 
-PLAN = mg.Plan(pp=2, cp=3, dp=4, layers=(1, 5), num_microbatches=2, shard=True)
+PLAN = mg.Plan(pp=2, cp=3, comm="allgather", dp=4, layers=(1, 5), num_microbatches=2, shard=True)
 LOOPED = mg.Plan(pp=2, stages_per_rank=2, num_microbatches=4, schedule="interleaved", checkpoint=True)
 
 
@@ -36,6 +36,7 @@ def test_load_refuses_other_files(tmp_path):
 
 BAD_PLANS = {
     "degree": (dict(cp=0), "cp must be at least 1, got 0"),
+    "comm": (dict(comm="alltoall"), "comm must be 'ring' or 'allgather', got 'alltoall'"),
     "stages": (
         dict(layers=(6,)),
         r"layers must give each of the pp \* stages_per_rank = 2 \* 1 stages at least 1 layer, got \(6,\)",
