@@ -206,7 +206,14 @@ def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
     if mesh is None:
         return Share(num_microbatches=plan.num_microbatches)
     dp_rank, cp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
-    return Share(dp_rank=dp_rank, dp=plan.dp, cp_rank=cp_rank, cp=plan.cp, num_microbatches=plan.num_microbatches)
+    return Share(
+        dp_rank=dp_rank,
+        dp=plan.dp,
+        cp_rank=cp_rank,
+        cp=plan.cp,
+        num_microbatches=plan.num_microbatches,
+        embeds=mesh.get_local_rank("pp") == 0,
+    )
 
 
 def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -178,7 +178,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             places = [row["stage"] + offset for row in bars]
             axes.bar(places, [row["peak_bytes"] / MIB for row in bars], width=0.38, label=f"layers {split}")
         axes.set(xlabel="stage", xticks=range(STAGES), title=schedule)
-        axes.legend(frameon=False, loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
     panels[0].set_ylabel("peak of live tensors, MiB")
     save(figure, rows[0], path)
 

@@ -30,7 +30,8 @@ class Share:
     """The part of every global batch that one rank builds; the default is all of it.
 
     The sequences are dealt out over ``dp`` ranks, and the query rows of each over ``cp`` ranks (``NodeLayout``). A
-    rank goes through its sequences in ``num_microbatches`` equal runs.
+    rank goes through its sequences in ``num_microbatches`` equal runs. One that does not embed, of a later stage of a
+    pipeline, builds no features, most of a batch: its ``EMBEDDED`` fields have no rows.
     """
 
     dp_rank: int = 0
@@ -38,6 +39,7 @@ class Share:
     cp_rank: int = 0
     cp: int = 1
     num_microbatches: int = 1
+    embeds: bool = True
 
     def __post_init__(self) -> None:
         for name, rank, size in (("dp", self.dp_rank, self.dp), ("cp", self.cp_rank, self.cp)):
@@ -183,9 +185,12 @@ class _Builder:
         super_rows = self._super_nodes(regular, supers)
         supers = np.where(super_rows.rows < 0, -1, supers)
         padding[:, layout.num_nodes : layout.num_nodes + supers.shape[1]] = supers < 0
-        features, degrees, node_ids, node_index = self._row_tables(
-            regular[:, block], super_rows, layout, num_microbatches
-        )
+        if share.embeds:
+            tables = self._row_tables(regular[:, block], super_rows, layout, num_microbatches)
+        else:
+            no_ids = torch.empty(0, dtype=torch.int64)
+            tables = (torch.empty(0, self.graph.in_features), no_ids, no_ids, no_ids)
+        features, degrees, node_ids, node_index = tables
         return Batch(
             features=features,
             degrees=degrees,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
+from megagraph.data.batch import EMBEDDED, Batch, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.datasets import random_split, synthetic_graph
 from megagraph.data.loader import Loader
 from tests.data.graphs import make_graph
@@ -301,6 +301,21 @@ def test_loader_gives_the_shares_of_its_batches(graph):
         assert ids[: batch.batch_size].tolist() == batch.sequence_ids.tolist()
         expected = batch.features[batch.node_index][:, 1:5]
         assert torch.equal(nodes[: batch.batch_size][~hidden], expected[~hidden])
+
+
+def test_a_share_that_does_not_embed_lacks_the_features_only(odd):
+    builder, (item, *_) = odd
+    mask = np.ones(60, bool)
+    first, later = (
+        builder.build(item, mask, np.random.default_rng(0), Share(num_microbatches=2, embeds=embeds))
+        for embeds in (True, False)
+    )
+    for field in fields(Batch):
+        a, b = getattr(first, field.name), getattr(later, field.name)
+        if field.name in EMBEDDED:
+            assert len(a) > 0 and len(b) == 0 and a.dtype == b.dtype
+        else:
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @pytest.mark.parametrize(
