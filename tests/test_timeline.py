@@ -1,0 +1,101 @@
+"""Traces of several processes: every span is there, and the bubble is the one that the spans say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megagraph as mg
+from megagraph import timeline
+
+# rank: (name, start, stop) in ms; one step each, of a pipeline of two stages and two micro-batches
+KNOWN = {
+    0: [
+        ("train step", 0, 100),
+        ("stage forward", 0, 10),
+        ("ring step", 2, 8),
+        ("stage forward", 10, 20),
+        ("stage backward", 50, 70),
+        ("stage backward", 70, 90),
+        ("optimizer", 90, 100),
+    ],
+    1: [
+        ("train step", 2, 100),
+        ("stage forward", 10, 20),
+        ("stage forward", 20, 30),
+        ("stage backward", 30, 50),
+        ("stage backward", 50, 70),
+        ("gloo:all_reduce", 50, 85),
+        ("aten::mm", 30, 50),
+    ],
+}
+
+
+def write_traces(folder: Path, spans=KNOWN) -> Path:
+    """The clock of rank 1 starts half a second later."""
+    folder.mkdir()
+    for rank, own in spans.items():
+        base, cats = rank * 500_000_000, {"aten::mm": "cpu_op"}
+        events = [
+            dict(ph="X", cat=cats.get(name, "user_annotation"), name=name, ts=start * 1e3 - base * 1e-3,
+                 dur=(stop - start) * 1e3, pid=1, tid=1)
+            for name, start, stop in own
+        ]  # fmt: skip
+        trace = {"baseTimeNanoseconds": base, "traceEvents": [*events, {"ph": "M", "name": "process_name"}]}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(trace))
+    return folder
+
+
+def test_the_bubble_of_known_spans(tmp_path):
+    spans = timeline.read(write_traces(tmp_path / "trace"))
+    assert [(s.rank, s.name) for s in spans if s.name in ("all-reduce", "aten::mm")] == [(1, "all-reduce")]
+    assert spans[0].start == pytest.approx(0.0) and spans[-1].stop == pytest.approx(0.1)
+    assert timeline.measured_bubble(spans) == pytest.approx(1 - 120 / 180)  # 60 ms of work in 90 ms on both
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (mg.Plan(pp=2, num_microbatches=2), 1 / 3),
+        (mg.Plan(pp=4, num_microbatches=8, schedule="1f1b"), 3 / 11),
+        (mg.Plan(pp=4, num_microbatches=8, schedule="interleaved", stages_per_rank=2), 3 / 19),
+        (mg.Plan(pp=4, num_microbatches=8, schedule="zero_bubble"), 1 / 9),
+    ],
+)
+def test_the_bubble_in_theory(plan, expected):
+    assert timeline.bubble_in_theory(plan) == pytest.approx(expected)
+
+
+def test_traces_that_are_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"must hold the traces of a run, .*; train with --trace"):
+        timeline.read(tmp_path)
+    folder = write_traces(tmp_path / "trace", {0: [("stall", 0, 1)]})
+    with pytest.raises(ValueError, match="must hold a training step, got none; train for more than 2 steps"):
+        timeline.read(folder)
+
+
+def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    run = tmp_path / "run"
+    flags = "--plan 2,2,1 --microbatches 2 --layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 1 --batch-size 64"
+    train = f"-m torch.distributed.run --standalone --nproc-per-node 4 -m megagraph train {flags} --max-steps 4"
+    for command in (f"{train} --device cpu --trace --out {run}", f"-m megagraph plot timeline {run}"):
+        done = subprocess.run(
+            [sys.executable, *command.split()], capture_output=True, text=True, timeout=240, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+    assert "bubble of gpipe, 2 ranks x 1 stages, 2 micro-batches: measured" in done.stdout
+    assert "in theory 33.3%" in done.stdout
+    assert (run / "timeline.png").stat().st_size > 10_000
+    spans = timeline.read(run / "trace")
+    for rank in range(4):
+        own = [span for span in spans if span.rank == rank]
+        assert {span.name for span in own} == {*timeline.SPANS, timeline.STEP}
+        assert sum(span.name == timeline.STEP for span in own) == 2  # the third and the fourth
+    steps = [next(s for s in spans if s.rank == rank and s.name == timeline.STEP) for rank in range(4)]
+    assert max(s.start for s in steps) < min(s.stop for s in steps), "the clocks of the ranks differ"
