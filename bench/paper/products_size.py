@@ -68,6 +68,7 @@ def _coarsen(folder: Path, step: Step) -> dict[str, object]:
     started = time.perf_counter()
     clusters = partition(graph, CLUSTERS, step)
     partitioned = time.perf_counter()
+    print(f"{step}: {partitioned - started:.1f} s, {quality(graph, clusters)}", file=sys.stderr, flush=True)
     supers = merge(graph, clusters, SUPER_NODES)
     merged = time.perf_counter()
     again = partition(graph, CLUSTERS, step)
