@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -21,6 +23,7 @@ from megagraph.config import TrainConfig
 from megagraph.data.store import FeatureForm
 from megagraph.parallel.failure import is_of_a_peer
 from megagraph.parallel.mesh import TIMEOUT_SECONDS, on_every_rank, process_group, rank
+from megagraph.run import Run
 
 
 class Job(NamedTuple):
@@ -164,14 +167,27 @@ def plot(what: tyro.conf.Positional[Literal["timeline"]], run: tyro.conf.Positio
     return Job(job)
 
 
+def _defaults() -> TrainConfig:
+    """Of the flags of train: with --resume those of the run, but for its layout where another --plan is given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--plan")
+    given, _ = parser.parse_known_args()
+    return TrainConfig() if given.resume is None else Run.to_resume(given.resume, new_plan=given.plan is not None)
+
+
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
+    commands: dict[str, Callable[..., Job]] = {
+        "train": functools.partial(train, config=_defaults()),
+        "predict": predict,
+        "plot": plot,
+        "data": data,
+    }
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.extras.subcommand_cli_from_dict(
-                {"train": train, "predict": predict, "plot": plot, "data": data}, prog="megagraph"
-            )
+            return tyro.extras.subcommand_cli_from_dict(commands, prog="megagraph")
     except SystemExit as stop:
         if stop.code:
             raise ValueError(f"cannot read the command line\n{said.getvalue().rstrip()}") from None

@@ -13,6 +13,11 @@ import torch
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan, ScheduleName
 
+# how the processes share the work, which the numbers do not depend on
+LAYOUT_FIELDS = (
+    "plan", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -26,6 +31,10 @@ class TrainConfig:
     """random: 60/20/20 of the labelled nodes by seed; public: the data set's own."""
     out: Path | None = None
     """Run folder to create; default runs/DATASET-DATE-TIME."""
+    resume: Path | None = None
+    """Run folder to go on with, from its newest checkpoint; its config.json takes the place of all defaults."""
+    checkpoint_every: int = 0
+    """Steps from one checkpoint to the next; 0: one at the end of every epoch."""
 
     model: Literal["hierarchical", "graphormer"] = "hierarchical"
     """hierarchical: ANS-GT's; graphormer: with degree codes and hop distances."""
@@ -110,7 +119,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least = {
             1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "epochs"),
-            0: ("seed", "workers", "learning_rate", "weight_decay"),
+            0: ("seed", "workers", "learning_rate", "weight_decay", "checkpoint_every"),
         }  # fmt: skip
         for low, names in at_least.items():
             for name in names:
@@ -221,8 +230,20 @@ class TrainConfig:
 
     def shared_fields(self) -> dict[str, Any]:
         """What all processes of a run must agree on; folders and devices may differ from machine to machine."""
-        own = ("root", "out", "device", "workers")
+        own = ("root", "out", "resume", "device", "workers")
         return {name: value for name, value in asdict(self).items() if name not in own}
+
+    def check_continues(self, run: TrainConfig) -> None:
+        """Raise ValueError if a field that the numbers depend on is not that of ``run``, a run to resume."""
+        may_differ = (
+            "root", "resume", "device", "workers", "checkpoint_every", "timeout", "trace", *LAYOUT_FIELDS,
+        )  # fmt: skip
+        for name, value in asdict(self).items():
+            if name not in may_differ and value != getattr(run, name):
+                raise ValueError(
+                    f"{name} of a resumed run must stay {getattr(run, name)!r}, got {value!r}; "
+                    f"only {', '.join(may_differ)} may change"
+                )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str)
@@ -233,7 +254,7 @@ class TrainConfig:
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"expected the fields of TrainConfig, got unknown {sorted(unknown)}")
-        for name in ("root", "out"):
+        for name in ("root", "out", "resume"):
             values[name] = None if values.get(name) is None else Path(values[name])
         return cls(**values)
 

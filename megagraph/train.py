@@ -6,7 +6,9 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from tqdm import tqdm
 from megagraph import plots
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
+from megagraph.checkpoint import Checkpoints, TrainingState
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
 from megagraph.data.datasets import Graph, Split, random_split
@@ -75,6 +78,21 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
 
+    @classmethod
+    def resume(cls, run: Path | str, **changes: Any) -> Trainer:
+        """Go on with a run that was stopped, from its newest checkpoint.
+
+        Args:
+            run: its folder.
+            changes: fields of the configuration that the numbers do not depend on. Another ``plan`` takes none of the
+                other fields of the layout from the run.
+
+        Raises:
+            FileNotFoundError: ``run`` is not the folder of a run.
+            ValueError: the run has finished; ``fit`` refuses changes that the numbers depend on.
+        """
+        return cls(replace(Run.to_resume(run, new_plan="plan" in changes), **changes))
+
     def fit(self, data: Any = None) -> Summary:
         """Train, evaluate every epoch, and leave a run folder.
 
@@ -105,7 +123,8 @@ class Trainer:
 
 
 def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, split: Split) -> Summary:
-    run = Run(on_rank_zero(lambda: Run.create(config)), writes=rank() == 0)
+    enter = Run.create if config.resume is None else Run.resume
+    run = Run(on_rank_zero(lambda: enter(config)), writes=rank() == 0)
     phase("build")
     started = time.perf_counter()
     builder = on_every_rank(lambda: batches(config, graph))
@@ -126,7 +145,10 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
     }
     contract |= {"torch": str(torch.__version__), **_checksums(builder.coarsening)}
     check_equal("what ranks hold and send", contract)
-    run.write_model_config(model_config)
+    if config.resume is None:
+        run.write_model_config(model_config)
+    else:
+        on_rank_zero(lambda: run.check_model_config(model_config))
     mesh = make_mesh(plan, device)
     torch.manual_seed(config.seed)
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
@@ -146,17 +168,12 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         )
 
     epochs = _Epochs(config, builder, graph, split, pipeline, run)
-    history = []
-    best: dict[str, Any] = {"val_accuracy": -1.0}
-    for epoch in range(config.epochs):
-        history.append(epochs.run(epoch))
-        if history[-1]["val_accuracy"] > best["val_accuracy"]:
-            best = history[-1]
-            phase("save")
-            run.save_weights(gather_tensors(pipeline.state_dict(), mesh))
-        run.log(**history[-1])
-        if epochs.step == epochs.total_steps:
-            break
+    if config.resume is not None:
+        epochs.resume()
+    while not epochs.finished:
+        epochs.run()
+    history = epochs.history
+    best = max(history, key=itemgetter("val_accuracy"))  # the first of equals
     if epochs.profiler is not None:
         epochs.profiler.stop()
     phase("save")
@@ -180,6 +197,7 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )
     run.write_summary(asdict(summary))
+    run.remove_checkpoints()
     return summary
 
 
@@ -245,7 +263,7 @@ def train_step(
 
 
 class _Epochs:
-    """The state that goes from one epoch to the next: optimizers, schedule, step counter."""
+    """The state that goes from one epoch to the next: optimizers, schedule, counters of steps and batches."""
 
     def __init__(
         self,
@@ -257,6 +275,7 @@ class _Epochs:
         run: Run,
     ) -> None:
         self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
+        self.checkpoints = Checkpoints(run.folder / "checkpoints")
         share = own_share(pipeline.plan, pipeline.mesh)
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
@@ -265,44 +284,85 @@ class _Epochs:
         if self.profiler is not None:
             self.profiler.start()
         self.step = 0
+        self.epoch, self.batch = 0, 0  # the next batch, and its epoch
+        self.steps: list[dict[str, Any]] = []  # of this epoch, as in metrics.jsonl
+        self.history: list[dict[str, Any]] = []  # of the epochs before
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
 
-    def run(self, epoch: int) -> dict[str, Any]:
-        """Train one epoch and evaluate: the line of the epoch in metrics.jsonl."""
-        started = time.perf_counter()
+    @property
+    def finished(self) -> bool:
+        return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps)
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        phase("save")
+        self.checkpoints.save(
+            self.step,
+            TrainingState(self.pipeline, self.optimizers),
+            {"step": self.step, "epoch": self.epoch, "batch": self.batch},
+            self.run_folder.checkpointed,
+        )
+
+    def resume(self) -> None:
+        """Go back to the newest checkpoint; what the run has written since is taken back, too."""
+        folder, progress = self.checkpoints.load(TrainingState(self.pipeline, self.optimizers))
+        self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
+        on_rank_zero(lambda: self.run_folder.restore(folder))
+        self.history, self.steps = on_rank_zero(self.run_folder.progress)
+        if self.run_folder.writes:
+            print(f"resumed from {folder}: epoch {self.epoch}, batch {self.batch}", file=sys.stderr)
+
+    def run(self) -> None:
+        """Train what is left of an epoch and evaluate."""
+        started = time.perf_counter() - sum(step["step_seconds"] + step["stall_seconds"] for step in self.steps)
         self.pipeline.train()
-        losses = []
         silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
-        progress = tqdm(self.train_loader.epoch(epoch), desc=f"epoch {epoch}", leave=False, disable=silent)
+        batches = self.train_loader.epoch(self.epoch, self.batch)
+        progress = tqdm(batches, desc=f"epoch {self.epoch}", leave=False, disable=silent)
         waiting = time.perf_counter()
         for batch in _waiting_for(progress):
             stall_seconds = time.perf_counter() - waiting
             if self.step == self.total_steps:
                 break
+            self.batch += 1
             if batch.num_targets:  # a cluster batch may have no training nodes
-                losses.append(self._train_step(batch, stall_seconds))
-                progress.set_postfix(loss=f"{losses[-1]:.3f}")
+                self._train_step(batch, stall_seconds)
+                progress.set_postfix(loss=f"{self.steps[-1]['loss']:.3f}")
+                saving = time.perf_counter()
+                if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+                    self.save()
+                started += time.perf_counter() - saving
             phase("next batch")
             waiting = time.perf_counter()
         trained = time.perf_counter()
         phase("evaluation")
         probabilities = class_probabilities(self.pipeline, self.eval_loader)
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
-        loss = float(np.mean(losses))
-        if self.run_folder.writes:
-            print(f"epoch {epoch:3d}  loss {loss:.4f}  validation {val:.4f}  test {test:.4f}", file=sys.stderr)
-        return {
-            "epoch": epoch,
-            "loss": loss,
+        line = {
+            "epoch": self.epoch,
+            "loss": float(np.mean([step["loss"] for step in self.steps])),
             "val_accuracy": val,
             "test_accuracy": test,
             "train_seconds": trained - started,
             "evaluation_seconds": time.perf_counter() - trained,
         }
+        if self.run_folder.writes:
+            print(
+                f"epoch {self.epoch:3d}  loss {line['loss']:.4f}  validation {val:.4f}  test {test:.4f}",
+                file=sys.stderr,
+            )
+        if all(val > before["val_accuracy"] for before in self.history):
+            phase("save")
+            self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
+        self.run_folder.log(**line)
+        self.history.append(line)
+        self.epoch, self.batch, self.steps = self.epoch + 1, 0, []
+        if not self.config.checkpoint_every and not self.finished:
+            self.save()
 
-    def _train_step(self, batch: Batch, stall_seconds: float) -> float:
+    def _train_step(self, batch: Batch, stall_seconds: float) -> None:
         phase("forward and backward", step=self.step)
         started = time.perf_counter()
         config = self.config
@@ -321,16 +381,18 @@ class _Epochs:
                 f"the loss of step {self.step} is {loss}; lower --learning-rate (now {learning_rate:.2e}), "
                 "or look for extreme values in the features"
             )
-        self.run_folder.log(
-            step=self.step,
-            loss=loss,
-            learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
-            step_seconds=time.perf_counter() - started,
-            stall_seconds=stall_seconds,
+        self.steps.append(
+            {
+                "step": self.step,
+                "loss": loss,
+                "learning_rate": learning_rate,
+                "gradient_norm": gradient_norm,
+                "step_seconds": time.perf_counter() - started,
+                "stall_seconds": stall_seconds,
+            }
         )
+        self.run_folder.log(**self.steps[-1])
         self.step += 1
-        return loss
 
 
 def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:

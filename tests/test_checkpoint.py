@@ -1,0 +1,265 @@
+"""A run that stops at any moment goes on, here or under another plan, and nobody can tell from its results."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.checkpoint import Checkpoints
+from tests import ranks
+from tests.checkpoint_cases import CHAINS, config, graph, outcome, save_until_killed, small_state, stop_at, values
+
+
+def saved(folder, steps=(1, 2)) -> Checkpoints:
+    (folder / "metrics.jsonl").write_text("{}")
+    checkpoints = Checkpoints(folder / "checkpoints")
+    for step in steps:
+        checkpoints.save(step, small_state(float(step)), {"step": step}, [folder / "metrics.jsonl", folder / "nothing"])
+    return checkpoints
+
+
+def loaded(folder) -> tuple[str, set[float]]:
+    """Name of the checkpoint that was loaded, and the numbers in it."""
+    state = small_state()
+    path, progress = Checkpoints(folder / "checkpoints").load(state)
+    assert path.name == f"step-{progress['step']:06d}"
+    return path.name, values(state)
+
+
+def test_save_and_load(tmp_path):
+    saved(tmp_path, steps=range(1, 6))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-000004", "step-000005"}
+    files = {".metadata", "__0_0.distcp", "metrics.jsonl", "manifest.json", "committed"}
+    assert {path.name for path in (tmp_path / "checkpoints" / "step-000005").iterdir()} == files
+    assert loaded(tmp_path) == ("step-000005", {5.0})
+
+
+def test_a_checkpoint_that_was_read_is_never_written_again(tmp_path):
+    saved(tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.load(small_state())
+    checkpoints.save(2, small_state(9.0), {"step": 2})
+    assert loaded(tmp_path) == ("step-000002", {2.0})
+    checkpoints.save(3, small_state(3.0), {"step": 3})
+    assert loaded(tmp_path) == ("step-000003", {3.0})
+
+
+def flip(file) -> None:
+    """One bit, anywhere."""
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def cut(file) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def remove(file) -> None:
+    file.unlink()
+
+
+DAMAGES = {
+    "tensor bit": (flip, "__0_0.distcp", "__0_0.distcp is not as it was written"),
+    "tensors cut": (cut, "__0_0.distcp", "__0_0.distcp is not as it was written"),
+    "tensors gone": (remove, "__0_0.distcp", "__0_0.distcp is missing"),
+    "metadata bit": (flip, ".metadata", ".metadata is not as it was written"),
+    "metadata cut": (cut, ".metadata", ".metadata is not as it was written"),
+    "metadata gone": (remove, ".metadata", ".metadata is missing"),
+    "copy bit": (flip, "metrics.jsonl", "metrics.jsonl is not as it was written"),
+    "copy gone": (remove, "metrics.jsonl", "metrics.jsonl is missing"),
+    "manifest bit": (flip, "manifest.json", "manifest.json is not as it was written"),
+    "manifest cut": (cut, "manifest.json", "manifest.json is not as it was written"),
+    "manifest gone": (remove, "manifest.json", "manifest.json is missing"),
+    "marker bit": (flip, "committed", "manifest.json is not as it was written"),
+    "marker cut": (cut, "committed", "manifest.json is not as it was written"),
+    "marker gone": (remove, "committed", r"it was not finished \(no file committed\)"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys, case):
+    damage, file, reason = DAMAGES[case]
+    saved(tmp_path)
+    damage(tmp_path / "checkpoints" / "step-000002" / file)
+    assert loaded(tmp_path) == ("step-000001", {1.0})
+    expected = f"megagraph: warning: step-000002 cannot be used: {reason}; going on from step-000001\n"
+    assert capsys.readouterr().err == expected.replace("\\", "")
+    damage(tmp_path / "checkpoints" / "step-000001" / file)
+    message = f"holds no checkpoint to go on from\n  step-000002 cannot be used: {reason}\n  step-000001 cannot"
+    with pytest.raises(FileNotFoundError, match=message):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, remove])
+def test_latest_is_a_hint(tmp_path, damage):
+    saved(tmp_path)
+    damage(tmp_path / "checkpoints" / "latest")
+    assert loaded(tmp_path) == ("step-000002", {2.0})
+
+
+def test_a_future_that_was_given_up_is_removed(tmp_path):
+    saved(tmp_path)
+    flip(tmp_path / "checkpoints" / "step-000002" / "__0_0.distcp")
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.load(small_state())
+    checkpoints.save(2, small_state(7.0), {"step": 2})
+    assert loaded(tmp_path) == ("step-000002", {7.0})
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    saved(tmp_path)
+    for shape in ((200, 301), (200, 300)):
+        state = {name: torch.zeros(shape) for name in ("a", "layers.1.b")}
+        with pytest.raises(ValueError, match=r"step-000002 does not fit this model: .*(301|layers\.1\.b)"):
+            Checkpoints(tmp_path / "checkpoints").load(state)
+
+
+def test_a_save_that_fails_names_the_folder_and_leaves_the_last_one(tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path)
+    monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", lambda *_: 1 / 0)
+    with pytest.raises(OSError, match=r"step-000003 \(rank 0\): division by zero"):
+        checkpoints.save(3, small_state(3.0), {"step": 3})
+    assert loaded(tmp_path) == ("step-000002", {2.0})
+
+
+def kill_while_saving(folder, times: int) -> int:
+    """Kill a process that saves, again and again, each going on from what the one before has left; the last step."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.checkpoint_cases"])
+    last = 0
+    for _ in range(times):
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=save_until_killed, args=(folder, send))
+        process.start()
+        send.close()
+        last = receive.recv()
+        started = time.perf_counter()
+        last = receive.recv()
+        time.sleep(random.uniform(0.0, 1.5) * (time.perf_counter() - started))
+        process.kill()
+        process.join()
+        while True:
+            try:
+                last = receive.recv()
+            except EOFError:
+                break
+        state = small_state()
+        _, progress = Checkpoints(folder).load(state)
+        assert progress["step"] in (last, last + 1)
+        assert values(state) == {float(progress["step"])}
+    return last
+
+
+def test_a_process_killed_while_it_saves_loses_nothing(tmp_path):
+    assert kill_while_saving(tmp_path / "checkpoints", times=5) >= 10
+
+
+def uninterrupted(tmp_path, **changes):
+    summary = mg.Trainer(config(tmp_path / "whole", **changes)).fit(graph())
+    return summary, outcome(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "stops"),
+    [
+        (dict(dtype="fp32"), (2, 3, 9)),
+        (dict(dtype="fp64", workers=1), (5,)),
+        (dict(dtype="fp32", embedding="learned"), (3,)),
+        (dict(dtype="fp32", checkpoint_every=0), (7, 16)),
+        (dict(dtype="fp32", max_steps=11), (10,)),
+        (dict(batching="cluster", sequence_nodes=128, super_nodes=4, batch_size=1, epochs=9, dtype="fp32"), (4,)),
+    ],
+    ids=["fp32", "fp64", "learned", "at the end of epochs", "max steps", "cluster"],
+)
+def test_a_run_that_stops_equals_one_that_does_not(tmp_path, changes, stops):
+    summary, expected = uninterrupted(tmp_path, **changes)
+    run = tmp_path / "run"
+    trainer = mg.Trainer(config(run, **changes))
+    for stop in (*stops, None):
+        with stop_at(stop):
+            resumed = trainer.fit(graph())
+        if stop is not None:
+            torn = (run / "metrics.jsonl").read_text() + '{"step": 99, "lo'
+            (run / "metrics.jsonl").write_text(torn)
+            trainer = mg.Trainer.resume(run)
+    got = outcome(run)
+    assert got["lines"] == expected["lines"]
+    assert got["weights"].keys() == expected["weights"].keys()
+    assert all(torch.equal(got["weights"][name], expected["weights"][name]) for name in got["weights"])
+    for name in ("test_accuracy", "best_val_accuracy", "best_epoch", "majority_accuracy", "epochs", "steps"):
+        assert getattr(resumed, name) == getattr(summary, name)
+    assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+
+
+def assert_same_results(got, expected) -> None:
+    assert [line.keys() for line in got["lines"]] == [line.keys() for line in expected["lines"]]
+    for one, other in zip(got["lines"], expected["lines"], strict=True):
+        np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-8)
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(
+            got["weights"][name], weight, rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(("world_size", "embedding"), CHAINS)
+def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
+    _, expected = uninterrupted(tmp_path, embedding=embedding)
+    result = ranks.results(world_size, only="resume")[0]
+    assert_same_results(result[f"resume {embedding}"], expected)
+
+
+def finished(run):
+    (run / "summary.json").write_text("{}")
+
+
+def no_checkpoints(run):
+    shutil.rmtree(run / "checkpoints")
+
+
+BAD_RESUMES = {
+    "no run": (lambda run: shutil.rmtree(run), dict(), FileNotFoundError, "to resume, but it holds no config.json"),
+    "finished": (finished, dict(), ValueError, "has finished, as its summary.json says; nothing is left to resume"),
+    "no checkpoint": (no_checkpoints, dict(), FileNotFoundError, "holds no checkpoint to go on from$"),
+    "seed": (None, dict(seed=1), ValueError, "seed of a resumed run must stay 0, got 1; only root, resume, .* may ch"),
+    "layers": (None, dict(layers=2), ValueError, "layers of a resumed run must stay 3, got 2"),
+    "epochs": (None, dict(epochs=4), ValueError, "epochs of a resumed run must stay 3, got 4"),
+    "dtype": (None, dict(dtype="fp32"), ValueError, "dtype of a resumed run must stay 'fp64', got 'fp32'"),
+    "batch": (None, dict(batch_size=20), ValueError, "batch_size of a resumed run must stay 10, got 20"),
+    "out": (None, dict(out="elsewhere"), ValueError, "out of a resumed run must stay .*, got 'elsewhere'"),
+    "plan": (None, dict(plan="1,2,1"), ValueError, r"= 2, got 1; start them with torchrun --nproc-per-node 2"),
+    "interval": (None, dict(checkpoint_every=-1), ValueError, "checkpoint_every must be at least 0, got -1"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    with stop_at(3):
+        mg.Trainer(config(run)).fit(graph())
+    return run
+
+
+@pytest.mark.parametrize("case", BAD_RESUMES)
+def test_bad_resume(tmp_path, stopped_run, case):
+    prepare, changes, error, message = BAD_RESUMES[case]
+    run = tmp_path / "run"
+    shutil.copytree(stopped_run, run)
+    if prepare is not None:
+        prepare(run)
+    with pytest.raises(error, match=message):
+        mg.Trainer.resume(run, **changes).fit(graph())
+
+
+def test_other_data_are_refused(tmp_path, stopped_run):
+    shutil.copytree(stopped_run, tmp_path / "run")
+    with pytest.raises(ValueError, match="needs the data it was started on: in_features was 8, got 5"):
+        mg.Trainer.resume(tmp_path / "run").fit(replace(graph(), features=graph().features[:, :5]))
