@@ -29,7 +29,7 @@ def test_save_and_load(tmp_path):
 def test_load_refuses_other_files(tmp_path):
     (tmp_path / "plan.json").write_text('{"pp": 2, "tp": 8}')
     with pytest.raises(
-        ValueError, match=r"must hold a plan with the fields \['checkpoint', 'cp', .*got {'pp': 2, 'tp': 8}"
+        ValueError, match=r"must hold a plan with the fields \['checkpoint', 'comm', 'cp', .*got {'pp': 2, 'tp': 8}"
     ):
         mg.Plan.load(tmp_path / "plan.json")
 
