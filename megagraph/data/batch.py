@@ -62,7 +62,7 @@ class Batch:
     ending in zeros; ``torch.chunk(tensor, K)`` of every tensor gives the micro-batches. Shapes:
         features:         [K * U, d_in]     float32  raw features of the nodes and super nodes in local slots
         degrees:          [K * U]           int64    of these rows; a super node has the mean degree of its members
-        node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = a row of zeros
+        node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = not read
         node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
         structure:        [b, C + G, S, N]  float32  channels of ``ProjectedBias``, or
                           [b, S, N]         uint8    buckets of ``BucketBias``
@@ -186,7 +186,7 @@ class _Builder:
         supers = np.where(super_rows.rows < 0, -1, supers)
         padding[:, layout.num_nodes : layout.num_nodes + supers.shape[1]] = supers < 0
         if share.embeds:
-            tables = self._row_tables(regular[:, block], super_rows, layout, num_microbatches)
+            tables = self._row_tables(regular[:, block], super_rows, empty, layout, num_microbatches)
         else:
             no_ids = torch.empty(0, dtype=torch.int64)
             tables = (torch.empty(0, self.graph.in_features), no_ids, no_ids, no_ids)
@@ -207,28 +207,35 @@ class _Builder:
         )
 
     def _row_tables(
-        self, block: np.ndarray, supers: _SuperRows, layout: NodeLayout, num_microbatches: int
+        self, block: np.ndarray, supers: _SuperRows, empty: np.ndarray, layout: NodeLayout, num_microbatches: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A rank's regular nodes [b, <= R] and super nodes -> features, degrees, node_ids, node_index."""
+        """A rank's regular nodes [b, <= R] and super nodes, empty sequences [b] -> features, degrees, ids, node_index.
+
+        The features are as wide as those of super nodes: a learned embedding has none.
+        """
         # one numbering for both: nodes first, then super nodes
         num_nodes = self.graph.num_nodes
         slots = np.full((len(block), layout.block_size + supers.rows.shape[1]), -1)
         slots[:, : block.shape[1]] = block
         slots[:, layout.block_size :] = np.where(supers.rows < 0, -1, supers.rows + num_nodes)
         padding = slots < 0
-        tables, indices = [], []
-        for run in np.split(slots, num_microbatches):
+        tables, indices, used = [], [], []
+        for run, ignored in zip(
+            *(np.split(x, num_microbatches) for x in (slots, padding | empty[:, None])), strict=True
+        ):
             # padding takes a row that is there anyway
             rows, index = np.unique(np.where(run < 0, max(run.max(), 0), run), return_inverse=True)
             tables.append(rows)
             indices.append(index.reshape(run.shape))
+            used.append(np.zeros(len(rows), bool))
+            used[-1][indices[-1][~ignored]] = True
         node_index = np.concatenate(indices)
         node_index[padding] = 0
         num_rows = max(map(len, tables))
-        features = torch.empty(num_microbatches, num_rows, self.graph.in_features)
+        features = torch.empty(num_microbatches, num_rows, supers.features.shape[1])
         degrees = torch.zeros(num_microbatches, num_rows, dtype=torch.int64)
         node_ids = torch.full((num_microbatches, num_rows), -1)
-        for table, row_degrees, ids, rows in zip(features, degrees, node_ids, tables, strict=True):
+        for table, row_degrees, ids, rows, real in zip(features, degrees, node_ids, tables, used, strict=True):
             nodes, super_rows = np.split(rows, [np.searchsorted(rows, num_nodes)])
             super_rows -= num_nodes
             self.graph.read_features(nodes, table[: len(nodes)].numpy())
@@ -237,7 +244,8 @@ class _Builder:
             degrees_of = [self.graph.indptr[nodes + 1] - self.graph.indptr[nodes], supers.degrees[super_rows]]
             row_degrees[: len(rows)] = torch.from_numpy(np.concatenate(degrees_of))
             parts = super_rows % self.coarsening.num_parts
-            ids[: len(rows)] = torch.from_numpy(np.concatenate([nodes, num_nodes + parts]))
+            # what only empty sequences hold is not read: how many there are depends on the layout
+            ids[: len(rows)] = torch.from_numpy(np.where(real, np.concatenate([nodes, num_nodes + parts]), -1))
         return features.flatten(0, 1), degrees.flatten(), node_ids.flatten(), torch.from_numpy(node_index)
 
 
@@ -389,7 +397,7 @@ class ClusterBatches(_Builder):
             nodes = sequence[sequence >= 0]
             own = (np.ones(len(nodes)), (self.coarsening.membership[nodes], np.arange(len(nodes))))
             one_hot = sp.csr_array(own, shape=(len(sums[0]), len(nodes)))
-            features = np.empty((len(nodes), self.graph.in_features), np.float32)
+            features = np.empty((len(nodes), sums.shape[-1] - 2), np.float32)
             self.graph.read_features(nodes, features)
             outside[:, :-2] -= one_hot @ features
             outside[:, -2] -= one_hot @ (self.graph.indptr[nodes + 1] - self.graph.indptr[nodes])

@@ -100,7 +100,9 @@ class Graph:
         return self.features.shape[1]
 
     def read_features(self, nodes: np.ndarray, out: np.ndarray) -> None:
-        """Rows of ``nodes`` [n] as float32 into ``out`` [n, d_in]; of mapped features, only these are read."""
+        """Rows of ``nodes`` [n] as float32 into ``out`` [n, d_in] or [n, 0]; only they are read of mapped features."""
+        if out.shape[1] == 0:
+            return
         if isinstance(self.features, sp.csr_array):
             self.features[nodes].toarray(out=out)
         elif self.features.dtype == out.dtype:

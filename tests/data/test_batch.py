@@ -274,6 +274,18 @@ def test_shares_have_the_features_they_need(odd, dp, cp, num_microbatches):
         assert len(batch.features) == num_microbatches * max(sizes)
 
 
+def test_a_rank_with_an_empty_sequence_reads_no_rows():
+    """What a step reads of a table it changes, so that must not depend on the layout."""
+    graph = synthetic_graph(num_nodes=60, average_degree=3, in_features=5, seed=0)
+    builder = prepare(graph, batching="cluster", sequence_nodes=128, cluster_size=10)
+    (sequences,) = builder.plan(np.arange(60), 1, None)
+    arguments = (sequences, np.ones(60, bool), np.random.default_rng(0))
+    assert sorted(builder.build(*arguments).node_ids.tolist()) == list(range(60))
+    first, second = (builder.build(*arguments, Share(dp_rank=rank, dp=2)) for rank in range(2))
+    assert sorted(first.node_ids.tolist()) == list(range(60))
+    assert len(second.node_ids) > 0 and (second.node_ids == -1).all()
+
+
 @every_layout
 def test_labels_of_all_shares_are_those_of_the_batch(odd, dp, cp, num_microbatches):
     found = {}
