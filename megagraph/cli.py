@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 import tyro
 
@@ -58,8 +57,7 @@ def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> Job:
         from megagraph.evaluate import predict as predict_probabilities
 
         path = run / "probabilities.npy" if out is None else out
-        probabilities = predict_probabilities(run)
-        np.save(path, probabilities)
+        probabilities = predict_probabilities(run, out=path)
         print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
 
     return Job(job)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.config import TrainConfig
@@ -87,17 +89,26 @@ def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:
     ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability. Every rank
     gets the probabilities of all nodes.
     """
-    pipeline.train(False)
     total = torch.zeros(loader.num_nodes, pipeline.config.num_classes, device=pipeline.device)
+    for nodes, votes in _votes(pipeline, loader):
+        total.index_add_(0, nodes, votes)
+    if pipeline.mesh is not None:
+        sum_over_ranks(total)
+    return _mean(total.cpu().numpy())
+
+
+def _votes(pipeline: Pipeline, loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Nodes [n] and softmax [n, classes] of every batch, from the ranks that have the last stage."""
+    pipeline.train(False)
     for batch in loader.epoch(0):
         batch = pipeline.receive(batch)
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0
-            total.index_add_(0, batch.target_nodes[real], scores.float().softmax(dim=-1)[real])
-    if pipeline.mesh is not None:
-        sum_over_ranks(total)
-    votes = total.cpu().numpy()
+            yield batch.target_nodes[real], scores.float().softmax(dim=-1)[real]
+
+
+def _mean(votes: np.ndarray) -> np.ndarray:
     return votes / np.maximum(votes.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
@@ -106,12 +117,13 @@ def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -
     return float((probabilities[nodes].argmax(axis=1) == labels[nodes]).mean())
 
 
-def predict(run: Path | str, data: Any = None) -> np.ndarray:
+def predict(run: Path | str, data: Any = None, out: Path | str | None = None) -> np.ndarray:
     """Class probabilities fp32 [V, classes] of every node, by the weights of a run.
 
     Args:
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
+        out: a file to write them to as .npy, a batch at a time; the result is then mapped from it.
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
@@ -141,4 +153,17 @@ def predict(run: Path | str, data: Any = None) -> np.ndarray:
     stage.to(config.torch_device(), config.parameter_dtype)
     nodes = np.arange(graph.num_nodes)
     pipeline = Pipeline([stage], [stage], Plan(), table=table)
-    return class_probabilities(pipeline, make_loader(config, batches(config, graph), nodes))
+    loader = make_loader(config, batches(config, graph), nodes)
+    if out is None:
+        return class_probabilities(pipeline, loader)
+    partial = Path(f"{out}.partial")
+    shape = (graph.num_nodes, model_config.num_classes)
+    probabilities = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
+    for targets, votes in _votes(pipeline, loader):
+        # all sequences of a node are in one batch
+        found, index = targets.unique(return_inverse=True)
+        total = votes.new_zeros(len(found), votes.shape[1]).index_add_(0, index, votes)
+        probabilities[found.cpu().numpy()] = _mean(total.cpu().numpy())
+    probabilities.flush()
+    partial.replace(out)
+    return probabilities

@@ -64,6 +64,10 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     assert json.loads((folder / "summary.json").read_text())["test_accuracy"] == summary.test_accuracy
 
     probabilities = mg.predict(folder, graph)
+    streamed = mg.predict(folder, graph, tmp_path / "p.npy")
+    np.testing.assert_allclose(streamed, probabilities, rtol=1e-6)
+    np.testing.assert_array_equal(np.load(tmp_path / "p.npy"), streamed)
+    assert isinstance(streamed, np.memmap) and not (tmp_path / "p.npy.partial").exists()
     assert probabilities.shape == (300, 3)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0, rtol=1e-5)
     if changes.get("batching") == "cluster":  # no sampling: prediction is the evaluation of the best epoch again

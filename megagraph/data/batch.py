@@ -132,7 +132,14 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
         values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in leave)
         mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
+        # with the memory between its rows: they stay aligned, and it is one copy
+        mapped["structure"] = function(_whole_rows(self.structure))[..., : self.structure.shape[-1]]
         return replace(self, **mapped)
+
+
+def _whole_rows(structure: Tensor) -> Tensor:
+    """Rows as long as they are apart in memory."""
+    return structure.as_strided((*structure.shape[:-1], structure.stride(-2)), structure.stride())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,6 +155,10 @@ class _SuperRows:
 class _Builder:
     """What both kinds of batch share: from node ids to a ``Batch``."""
 
+    num_regular: int  # N'
+    sequence_nodes: int  # N
+    num_samples = 1  # sequences of a target
+
     def __init__(self, graph: Graph, coarsening: Coarsening, structure: BiasChannels | DistanceBuckets) -> None:
         self.graph = graph
         self.coarsening = coarsening
@@ -159,6 +170,20 @@ class _Builder:
     def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> _SuperRows:
         """Features and degrees of the super nodes [b, N_s - G] beside the regular nodes [b, N']."""
         return _SuperRows(features=self.coarsening.features, degrees=self._super_degrees, rows=supers)
+
+    def num_bytes(self, batch_size: int, share: Share) -> int:
+        """The most that a rank's share of a batch of so many targets (ego) or sequences (cluster) takes.
+
+        Raises:
+            ValueError: its channels take more than ``structure.MAX_CHANNEL_BYTES``.
+        """
+        num_super = self.sequence_nodes - self.num_regular
+        layout = NodeLayout(self.num_regular, num_super, share.cp_rank, share.cp)
+        num_runs = share.dp * share.num_microbatches
+        num_sequences = -(-batch_size * self.num_samples // num_runs) * share.num_microbatches
+        row_bytes = 4 * self.graph.in_features + 5 * 8  # features; degrees, ids, index, labels, targets
+        rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
+        return self.structure.num_bytes(num_sequences, layout) + rest
 
     @property
     def num_rows(self) -> int:
@@ -277,12 +302,9 @@ class EgoBatches(_Builder):
         self.pagerank = pagerank
         self.k = k
         self.num_samples = num_samples
+        self.num_regular = 1 + k
+        self.sequence_nodes = self.num_regular + num_super
         self._nearest = nearest_parts(coarsening.adjacency, num_super - structure.global_tokens)
-
-    @property
-    def sequence_nodes(self) -> int:
-        """N."""
-        return 1 + self.k + self._nearest.shape[1] + self.structure.global_tokens
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Targets of every batch of an epoch: ``nodes`` in order, or shuffled by ``rng``."""
@@ -333,6 +355,7 @@ class ClusterBatches(_Builder):
             raise ValueError(f"expected 0 <= together <= 1, got {together}")
         super().__init__(graph, coarsening, structure)
         self.num_regular = min(sequence_nodes, graph.num_nodes)
+        self.sequence_nodes = self.num_regular + coarsening.num_parts + structure.global_tokens
         self.together = together
         self._members = np.split(np.argsort(clusters, kind="stable"), np.cumsum(np.bincount(clusters))[:-1])
         self._edges = quotient(graph, clusters)
@@ -340,11 +363,6 @@ class ClusterBatches(_Builder):
         size = np.bincount(coarsening.membership)[:, None]
         degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr))[:, None]
         self._sums = np.concatenate([coarsening.features * size.astype(np.float64), degrees, size], axis=1)
-
-    @property
-    def sequence_nodes(self) -> int:
-        """N."""
-        return self.num_regular + len(self._parts) + self.structure.global_tokens
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Regular nodes [B, N'] of every batch of an epoch; without ``rng`` always the same.

@@ -10,6 +10,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megagraph.data.batch import WHOLE, Batch, ClusterBatches, EgoBatches, Share
 
+PREFETCH_BATCHES = 4  # of a worker, at most
+PREFETCH_BYTES = 2**30  # of all workers of a loader together, but for one batch
+
 
 class Loader:
     """Epochs of batches that depend on the seed and the epoch only.
@@ -21,6 +24,7 @@ class Loader:
         nodes: node ids whose labels count. Ego batches have these as targets, cluster batches all nodes.
         batch_size: targets (ego) or sequences (cluster) in a batch; the last batch may hold fewer.
         shuffle: a new order, or packing, every epoch.
+        num_workers: at most so many processes; fewer, and fewer batches ahead, where PREFETCH_BYTES would be exceeded.
         share: the part of every batch to build; the batches themselves do not depend on it.
     """
 
@@ -47,11 +51,14 @@ class Loader:
         self._builder, self._nodes, self._batch_size = builder, nodes, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._sampler = _Items()
+        ahead = max(1, PREFETCH_BYTES // builder.num_bytes(batch_size, share))  # batches
+        num_workers = min(num_workers, ahead)
         self._loader = DataLoader(
             _Batches(builder, nodes, share),
             batch_size=None,
             sampler=self._sampler,
             num_workers=num_workers,
+            prefetch_factor=min(PREFETCH_BATCHES, ahead // num_workers) if num_workers else None,
             persistent_workers=num_workers > 0,
             pin_memory=torch.cuda.is_available(),
             # a generator of its own, or every epoch would draw from the model's random numbers

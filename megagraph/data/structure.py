@@ -175,10 +175,19 @@ def hop_distances(starts: np.ndarray, columns: np.ndarray, max_distance: int, so
     compiled.hops(starts, columns, sources.start, max_distance, out)
 
 
+def _aligned_columns(layout: NodeLayout) -> int:
+    return -(-layout.num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+
+
 def _aligned(shape: tuple[int, ...], fill: float, dtype: type) -> np.ndarray:
     """A filled array whose rows begin at multiples of 16 columns."""
     columns = -(-shape[-1] // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
     return np.full((*shape[:-1], columns), fill, dtype)[..., : shape[-1]]
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """What ``_aligned`` gave, with the memory between the rows up to the end of the last one."""
+    return torch.from_numpy(array.base)[..., : array.shape[-1]]
 
 
 class BiasChannels:
@@ -212,7 +221,7 @@ class BiasChannels:
         Raises:
             ValueError: more than MAX_CHANNEL_BYTES.
         """
-        entries = num_sequences * layout.num_local * layout.num_columns
+        entries = num_sequences * layout.num_local * _aligned_columns(layout)
         if (channel_bytes := 4 * self.size * entries) > MAX_CHANNEL_BYTES:
             raise ValueError(
                 f"the {self.size} channels of {num_sequences} x {layout.num_local} x {layout.num_columns} node pairs "
@@ -244,7 +253,7 @@ class BiasChannels:
             own = (supers[:, :, None] == super_of[:, None, :]) & (supers >= 0)[:, :, None]
             super_rows[:, -1, :s, :n] = own
             regular_rows[:, -1, :, n:tokens] = own[..., block.start : block.stop].swapaxes(1, 2)
-        return torch.from_numpy(channels)
+        return _tensor(channels)
 
 
 def num_buckets(max_distance: int) -> int:
@@ -283,7 +292,7 @@ class DistanceBuckets:
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
         """Of the buckets of this many sequences."""
-        return num_sequences * layout.num_local * layout.num_columns
+        return num_sequences * layout.num_local * _aligned_columns(layout)
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> torch.Tensor:
         """Regular nodes [B, n], super nodes [B, s] -> uint8 [B, S, N]."""
@@ -309,4 +318,4 @@ class DistanceBuckets:
         buckets[sequence, slot] = PADDING
         sequence, slot = np.nonzero(padding)
         buckets[sequence, :, slot] = PADDING
-        return torch.from_numpy(buckets)
+        return _tensor(buckets)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megagraph.attention.bias import align_columns
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, Batch, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.datasets import random_split, synthetic_graph
@@ -351,6 +352,13 @@ def test_structure_for_the_kernels_is_aligned(ego):
     assert structure.shape[-1] % 16 and all(stride % 16 == 0 for stride in structure.stride()[:-1])
 
 
+def test_a_batch_moves_with_its_rows_aligned(ego):
+    batch = ego.build(np.array([1]), np.ones(400, bool), np.random.default_rng(0))
+    for moved in (batch.to("cpu"), batch.to("meta")):
+        assert moved.structure.stride() == batch.structure.stride()
+        assert align_columns(moved.structure) is moved.structure
+
+
 def test_to_and_slots_keep_every_field(ego):
     batch = ego.build(np.array([1]), np.ones(400, bool), np.random.default_rng(0))
     moved = batch.to("meta", non_blocking=True)
@@ -382,6 +390,40 @@ def test_batches_depend_on_seed_and_epoch_only(graph, batching, num_workers):
     for start in (1, len(expected) - 1, len(expected)):
         assert digest(0, 1, num_workers, start) == expected[start:]
     assert (torch.get_rng_state() == before).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_every_node_is_on_one_rank_in_every_epoch(graph, dp, num_workers):
+    builder = prepare(graph, batching="cluster", bias="bucket", sequence_nodes=128, num_super=8)
+    options = {"batch_size": 3, "seed": 0, "shuffle": True, "num_workers": num_workers}
+    ranks = [Loader(builder, np.arange(400), share=Share(dp_rank=rank, dp=dp), **options) for rank in range(dp)]
+    for epoch in (0, 1):
+        ids = torch.cat([batch.target_nodes.flatten() for loader in ranks for batch in loader.epoch(epoch)])
+        assert sorted(ids[ids >= 0].tolist()) == list(range(400))
+
+
+@pytest.mark.parametrize("batching", ["ego", "cluster"])
+def test_batches_ahead_are_bounded_in_bytes(graph, batching, monkeypatch):
+    builder = prepare(graph, batching=batching, k=4, num_samples=2, sequence_nodes=128, num_super=8)
+    options = {"nodes": np.arange(400), "batch_size": 2, "seed": 0, "shuffle": True}
+    share = Share(cp=2, num_microbatches=2)
+    most = builder.num_bytes(2, share)
+    for batch in Loader(builder, **options, share=share).epoch(0):
+        tensors = [getattr(batch, field.name) for field in fields(Batch)]
+        held = sum(x.untyped_storage().nbytes() for x in tensors if isinstance(x, torch.Tensor))
+        assert 0.5 * most < held <= most
+    for batches, workers, ahead in ((0, 1, 1), (3, 2, 1), (5, 2, 2), (100, 2, 4)):
+        monkeypatch.setattr("megagraph.data.loader.PREFETCH_BYTES", batches * most)
+        loader = Loader(builder, **options, share=share, num_workers=2)._loader
+        assert (loader.num_workers, loader.prefetch_factor) == (workers, ahead)
+
+
+def test_channels_that_are_too_large_are_refused_before_the_first_batch(graph, monkeypatch):
+    builder = prepare(graph, num_samples=1)
+    monkeypatch.setattr("megagraph.data.structure.MAX_CHANNEL_BYTES", 10_000)
+    with pytest.raises(ValueError, match=r"the 7 channels of 3 x 17 x 17 node pairs take .* limit of 10,000"):
+        Loader(builder, np.arange(9), batch_size=3, seed=0, shuffle=True)
 
 
 def test_evaluation_keeps_the_order_of_nodes(graph):

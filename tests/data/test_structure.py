@@ -248,10 +248,10 @@ def test_channels_above_the_limit_are_refused(monkeypatch):
     channels = BiasChannels(graph, coarsen(graph, partition(graph, 2)), num_powers=2, global_tokens=1)
     regular, supers = np.arange(6)[None], np.array([[0]])
     (layout,) = [NodeLayout(6, 2)]
-    monkeypatch.setattr(structure, "MAX_CHANNEL_BYTES", 4 * 3 * 64)
-    assert channels.build(regular, supers, layout).nbytes == 4 * 3 * 64
-    monkeypatch.setattr(structure, "MAX_CHANNEL_BYTES", 4 * 3 * 64 - 1)
-    message = r"the 3 channels of 1 x 8 x 8 node pairs take 768 bytes, .* limit of 767; take bias 'bucket' \(64 bytes\)"
+    monkeypatch.setattr(structure, "MAX_CHANNEL_BYTES", 1536)
+    assert channels.build(regular, supers, layout).untyped_storage().nbytes() == 1536
+    monkeypatch.setattr(structure, "MAX_CHANNEL_BYTES", 1535)
+    message = r"the 3 channels of 1 x 8 x 8 node pairs take 1,536 bytes, .* 1,535; take bias 'bucket' \(128 bytes\)"
     with pytest.raises(ValueError, match=message):
         channels.build(regular, supers, layout)
 
