@@ -176,6 +176,9 @@ def _defaults() -> TrainConfig:
 
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
+    commands: dict[str, Callable[..., Job]] = {
+        "train": train, "predict": predict, "profile": profile, "fit": fit, "search": search, "plot": plot,
+    }  # fmt: skip
     said = io.StringIO()
     commands: dict[str, Callable[..., Job]] = {
         "train": functools.partial(train, config=_defaults()),

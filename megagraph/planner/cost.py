@@ -39,7 +39,10 @@ FIELDS = {
     "model": (*_SHAPE, "in_features", "num_classes", "feature_rows", "direction", "seconds"),
     "embedding": ("sequences", "rows", "dim", "in_features", "feature_rows", "direction", "seconds"),
     "head": ("sequences", "dim", "num_classes", "targets", "direction", "seconds"),
-    "attention": ("sequences", "rows", "columns", "dim", "heads", "bias", "bias_size", "ring", "direction", "seconds"),
+    "attention": ("sequences", "rows", "columns", "dim", "heads", "bias", "bias_size", "direction", "seconds"),
+    "ring": (
+        "sequences", "num_nodes", "num_super", "ranks", "dim", "heads", "bias", "bias_size", "direction", "seconds",
+    ),
     "optimizer": ("parameters", "seconds"),
     "transfer": ("bytes", "link", "seconds"),
     "all_reduce": ("bytes", "ranks", "link", "seconds"),
@@ -48,9 +51,10 @@ FIELDS = {
         *_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "kept_bytes", "peak_bytes",
     ),
 }  # fmt: skip
-"""Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across."""
+"""Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
+``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages."""
 
-_COMPUTED = ("layers", "model", "embedding", "head", "attention", "optimizer")
+COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,6 +111,8 @@ class CostModel:
         stall_seconds: wait for the loader in every step.
         ranges: least and largest measured value of the sizes that the terms are made of.
         held_out: errors on a random third (seed 0) of the rows, fitted to the rest.
+        workload, model: of the profile; what is searched for unless another one is given.
+        paper: coefficients of the paper's memory form on the same rows, and its held-out error.
         broken: the break of latency in layers; ``None``: none was found that lowers the held-out error.
     """
 
@@ -119,6 +125,7 @@ class CostModel:
     held_out: dict[str, float]
     broken: Break | None = None
     workload: Workload | None = None
+    model: ModelConfig | None = None
     paper: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
@@ -159,6 +166,7 @@ class CostModel:
             values["ranges"] = {name: (float(low), float(high)) for name, (low, high) in values["ranges"].items()}
             values["broken"] = None if values["broken"] is None else Break(**values["broken"])
             values["workload"] = None if values["workload"] is None else Workload(**values["workload"])
+            values["model"] = None if values["model"] is None else ModelConfig(**values["model"])
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{path} does not hold what a cost model holds: {error}") from error
         return cls(**values)
@@ -336,7 +344,7 @@ class CostModel:
 
         Returns:
             [stages, C] each: "parameters" and their moments, "activations" and gradients at their peak, "boundary"
-            for what is sent and received.
+            for what is sent and received, on the first stage the raw features.
         """
         m = given.batch_sequences / (plan.dp * plan.num_microbatches)
         block = math.ceil(given.num_nodes / plan.cp)
@@ -364,6 +372,8 @@ class CostModel:
         else:
             activations = flight * activations + gradients
         boundary = np.full_like(activations, 0.0 if plan.pp == 1 else hidden * plan.num_microbatches)
+        if self.origin.get("device_type") != "cpu":
+            boundary[0] += self._feature_bytes(config, plan, given) * (1 + given.prefetch)
         return {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
 
     def shared_bytes(self, config: ModelConfig, plan: Plan, given: Workload) -> float:
@@ -373,8 +383,9 @@ class CostModel:
         block = math.ceil(given.num_nodes / plan.cp)
         rows, columns = block + given.num_super, given.num_nodes + given.num_super
         pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
-        feature_rows = rows if given.feature_rows is None else given.feature_rows / plan.cp
-        data = local * (rows * columns * pair_bytes + feature_rows * config.in_features * 4)
+        data = local * rows * columns * pair_bytes
+        if self.origin.get("device_type") == "cpu":  # every rank's loader builds them; a device gets what it reads
+            data += self._feature_bytes(config, plan, given)
         total = data * (1 + given.prefetch) + _dot(self.memory, workspace_terms(m, rows, config))
         if plan.cp > 1:
             block_bytes = 4.0 * m * block * config.dim
@@ -383,6 +394,11 @@ class CostModel:
             else:
                 total += 8 * block_bytes + 4.0 * m * rows * config.dim  # two visiting blocks each way, accumulator
         return total
+
+    def _feature_bytes(self, config: ModelConfig, plan: Plan, given: Workload) -> float:
+        rows = math.ceil(given.num_nodes / plan.cp) + given.num_super
+        feature_rows = rows if given.feature_rows is None else given.feature_rows / plan.cp
+        return given.batch_sequences / plan.dp * feature_rows * config.in_features * 4
 
     # ---- what was not measured
 
@@ -526,7 +542,7 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
             if name not in row:
                 raise ValueError(f"row {index} ({kind}) must have the fields {list(FIELDS[kind])}, lacks {name!r}")
             value = row[name]
-            if name in ("bias", "direction", "link", "ring") or (name == "targets" and value is None):
+            if name in ("bias", "direction", "link") or (name == "targets" and value is None):
                 continue
             _check_number(f"row {index} ({kind}): {name}", value)
         if "direction" in FIELDS[kind] and row["direction"] not in ("forward", "backward", "forward_backward"):
@@ -548,6 +564,36 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def _check_number(what: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"{what} must be a number of at least 0, got {value!r}")
+
+
+def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the benches of attention as rows of this model, those of peers left out; other rows as they are."""
+    made = []
+    for row in rows:
+        if not isinstance(row, dict) or "kind" in row or "contender" not in row:
+            made.append(row)
+            continue
+        ours = str(row["contender"]).startswith("megagraph") and row.get("median") is not None
+        if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") == "float32":
+            made.append(
+                {
+                    "kind": "attention",
+                    "sequences": row["B"],
+                    "rows": row["M"],
+                    "columns": row["N"],
+                    "dim": row["H"] * row["D"],
+                    "heads": row["H"],
+                    "bias": row["form"],
+                    "bias_size": 4 if row["form"] == "projected" else 32,
+                    "direction": row["direction"],
+                    "seconds": row["median"],
+                    "unit": row["unit"],
+                    "device": row["device"],
+                    "torch": row["torch"],
+                    "commit": row["commit"],
+                }
+            )
+    return made
 
 
 def row_config(row: Row) -> ModelConfig:
@@ -574,9 +620,15 @@ def row_terms(row: Row, broken: Break | None = None) -> Terms:
         return embedding_terms(row["sequences"], row["rows"], row["dim"], row["in_features"], row["feature_rows"])
     if kind == "head":
         return head_terms(row["sequences"], row["targets"], row["dim"], row["num_classes"])
-    m, rows, columns, config = row["sequences"], row["rows"], row["columns"], row_config(row)
+    m, config = row["sequences"], row_config(row)
+    if kind == "ring":
+        block = math.ceil(row["num_nodes"] / row["ranks"])
+        rows = block + row["num_super"]
+        local, visit = (attention_terms(m, rows, keys, config, ring=True) for keys in (rows, block))
+        return {name: row["ranks"] * (x + (row["ranks"] - 1) * visit[name]) for name, x in local.items()}
+    rows, columns = row["rows"], row["columns"]
     if kind == "attention":
-        return attention_terms(m, rows, columns, config, ring=row["ring"])
+        return attention_terms(m, rows, columns, config, ring=False)
     targets = rows if row["targets"] is None else row["targets"]
     layers = row["layers"] - 1.0
     if broken is not None:
@@ -605,35 +657,36 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     """
     checked = check_rows(rows)
     given = next((Workload(**row["workload"]) for row in checked if "workload" in row), None)
-    computed = [row for row in checked if row["kind"] in _COMPUTED]
+    computed = [row for row in checked if row["kind"] in COMPUTED]
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
     broken = _find_break(train, test)
     held_out: dict[str, float] = {}
     if test and train:
-        held_out |= time_errors(_fit_seconds(train, broken), test, broken)
+        held_out |= time_errors(fit_seconds(train, broken), test, broken)
     seen, unseen = held_out_third(memory_rows)
     if seen and unseen:
-        fitted = _fit_memory(seen)
+        fitted = fit_memory(seen)
         predicted = [predict_peak(fitted, row) for row in unseen]
         measured = [row["peak_bytes"] for row in unseen]
         held_out |= {"memory_mape": mape(predicted, measured), "memory_r2": r_squared(predicted, measured)}
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
     origin: dict[str, str] = {
         name: str(checked[0][name])
-        for name in ("device", "torch", "python", "commit", "impl", "ranks_per_node")
+        for name in ("device", "device_type", "torch", "python", "commit", "ranks_per_node")
         if name in checked[0]
     }
     return CostModel(
         origin=origin,
-        seconds=_fit_seconds(computed, broken),
+        seconds=fit_seconds(computed, broken),
         links=_fit_links(checked),
-        memory=_fit_memory(memory_rows),
+        memory=fit_memory(memory_rows),
         stall_seconds=float(np.median(stalls)) if stalls else 0.0,
         ranges=_ranges(checked),
         held_out=held_out,
         broken=broken,
         workload=workload or given,
+        model=next((ModelConfig(**row["model"]) for row in checked if "model" in row), None),
         paper=fit_paper(memory_rows),
     )
 
@@ -685,7 +738,7 @@ def _ways(row: Row) -> tuple[str, ...]:
     return ("forward", "backward") if way == "forward_backward" else (way,)
 
 
-def _fit_seconds(rows: Sequence[Row], broken: Break | None) -> dict[str, dict[str, float]]:
+def fit_seconds(rows: Sequence[Row], broken: Break | None) -> dict[str, dict[str, float]]:
     """Coefficients of both directions at once: a row that timed both has the terms of both."""
     flat = _least_squares(
         [{(way, name): x for way in _ways(row) for name, x in row_terms(row, broken).items()} for row in rows],
@@ -719,12 +772,12 @@ def _find_break(train: Sequence[Row], test: Sequence[Row]) -> Break | None:
     if len({row["layers"] for row in deep}) < 3 or not test:
         return None
     volumes = [row["layers"] * row["sequences"] * row["rows"] * row["dim"] for row in deep]
-    plain = time_errors(_fit_seconds(train, None), test, None)["time_mape"]
+    plain = time_errors(fit_seconds(train, None), test, None)["time_mape"]
     best, least = None, plain * 0.95
     for constant in np.quantile(volumes, (0.25, 0.5, 0.75)):
         for gamma in (1.1, 1.25, 1.5, 2.0):
             broken = Break(float(constant), gamma)
-            error = time_errors(_fit_seconds(train, broken), test, broken)["time_mape"]
+            error = time_errors(fit_seconds(train, broken), test, broken)["time_mape"]
             if error < least:
                 best, least = broken, error
     return best
@@ -764,7 +817,7 @@ def _known_bytes(row: Row) -> float:
     return 12.0 * stage_parameters(config, int(row["layers"]), True, True) + data
 
 
-def _fit_memory(rows: Sequence[Row]) -> dict[str, float]:
+def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
     """What layers keep from what was kept; the workspace from what the peak has on top."""
     embedded = [4.0 * row["sequences"] * row["rows"] * row["dim"] for row in rows]
     memory: dict[str, float] = _least_squares(
@@ -822,7 +875,10 @@ def fit_paper(rows: Sequence[Row]) -> dict[str, float]:
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     values: dict[str, list[float]] = {}
     for row in rows:
-        if row["kind"] in ("layers", "model", "attention"):
+        if row["kind"] == "ring":
+            block = math.ceil(row["num_nodes"] / row["ranks"]) + row["num_super"]
+            values.setdefault("tokens", []).append(row["sequences"] * block)
+        elif row["kind"] in ("layers", "model", "attention"):
             values.setdefault("tokens", []).append(row["sequences"] * row["rows"])
             for name in ("columns", "dim", "ffn_dim", "heads"):
                 if name in row:

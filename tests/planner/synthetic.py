@@ -44,7 +44,8 @@ def rows() -> list[dict[str, Any]]:
             shape | dict(kind="layers", targets=(None, 1)[index // 2 % 2]),
             base | data | dict(kind="embedding"),
             base | dict(kind="head", targets=1 + index % 7, num_classes=4 + index % 5),
-            shape | dict(kind="attention", ring=index // 2 % 2 == 0),
+            shape | dict(kind="attention"),
+            shape | dict(kind="ring", ranks=2 + index % 3, num_nodes=nodes, num_super=index % 5),
             shape | data | dict(kind="memory", targets=1, global_tokens=1),
         ]
     made += [dict(kind="optimizer", parameters=n) for n in (10**4, 10**5, 10**6)]

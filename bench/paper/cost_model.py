@@ -1,0 +1,216 @@
+"""The paper's 216 configurations: is the cost model right about what it has not seen?
+
+    python -m bench.paper.cost_model measure     # at most 20 minutes, resumes where it stopped
+    python -m bench.paper.cost_model judge       # three holdouts, from the rows alone
+
+A configuration is b sequences of N = 256 nodes through l layers with h heads of a width d. A row of time is a forward
+and backward pass of HierarchicalGT, the median of 5 runs; all configurations run once before any runs again. A row of
+memory is what torch's MemTracker saw of a training step on real tensors (on a GPU the allocator's peak). Three large
+configurations also report the unique set size of a process of their own.
+
+Holdouts, fixed before the rows: a random third (seed 0), all of l >= 24, all of d = 128.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from bench.provenance import RESULTS, provenance
+from megagraph.models.config import ModelConfig
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.planner.cost import (
+    fit,
+    fit_memory,
+    fit_seconds,
+    held_out_third,
+    mape,
+    predict_peak,
+    r_squared,
+    time_errors,
+)
+from megagraph.planner.profile import Clock, Point, median, observe_memory, random_inputs
+
+SEQUENCES, LAYERS, HEADS, WIDTHS = (1, 2, 4, 8), (2, 4, 8, 16, 24, 32), (4, 8, 16), (32, 64, 128)
+NODES, IN_FEATURES, CLASSES, BUCKETS, ROUNDS = 256, 64, 16, 8, 5
+LARGE = ((8, 32, 16, 128), (8, 24, 8, 128), (4, 32, 8, 128))
+TARGETS = {
+    "random third: time MAPE": ("<=", 0.10), "random third: R^2 of log time": (">=", 0.96),
+    "l >= 24: time MAPE": ("<=", 0.15), "d = 128: time MAPE": ("<=", 0.20),
+    "random third: memory MAPE": ("<=", 0.0337), "random third: memory R^2": (">=", 0.994),
+    "process USS: MAPE": ("<=", 0.15),
+}  # fmt: skip
+
+
+def point(sequences: int, layers: int, heads: int, dim: int) -> Point:
+    config = ModelConfig(
+        in_features=IN_FEATURES, num_classes=CLASSES, layers=layers, dim=dim, ffn_dim=dim, heads=heads,
+        bias="bucket", bias_size=BUCKETS, attention_dropout=0.1,
+    )  # fmt: skip
+    return Point(sequences=sequences, nodes=NODES, config=config, targets=NODES - 1, feature_rows=sequences * NODES)
+
+
+def fields(p: Point) -> dict[str, Any]:
+    return p.fields() | {"layers": p.config.layers, "targets": p.targets}
+
+
+def training_pass(p: Point, device: torch.device) -> Callable[[], float]:
+    """Seconds of one forward and backward pass."""
+    model, inputs = HierarchicalGT(p.config).to(device), random_inputs(p, device)
+
+    def run() -> float:
+        model.zero_grad()
+        clock = Clock(device)
+        clock.mark("start")
+        model(**inputs).square().mean().backward()
+        clock.mark("end")
+        return clock.between("start", "end")
+
+    return run
+
+
+def uss_bytes(p: Point, pipe: Any) -> None:
+    """Growth of this process's unique set size over one training step, at its largest."""
+    import threading
+
+    torch.set_num_threads(1)
+    small = point(1, 2, 4, 32)
+    training_pass(small, torch.device("cpu"))()  # loads what every run needs
+    before, most, done = _uss(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            most[0] = max(most[0], _uss())
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model, inputs = HierarchicalGT(p.config), random_inputs(p, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**inputs).square().mean().backward()
+        optimizer.step()
+    done.set()
+    watcher.join()
+    pipe.send(most[0] - before)
+
+
+def _uss() -> int:
+    private = 0
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith(("Private_Clean:", "Private_Dirty:")):
+            private += int(line.split()[1]) * 1024
+    return private
+
+
+def _folder(subset: bool) -> Path:
+    device = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+    return RESULTS / device / ("cost_model_subset" if subset else "cost_model")
+
+
+def measure(subset: bool = False) -> None:
+    """Measure what is missing in bench/results/DEVICE/cost_model/rows.json.
+
+    Args:
+        subset: eight small configurations, into another folder: does everything run?
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    sizes = list(product((1, 2), (2, 4), (4,), (32, 64)) if subset else product(SEQUENCES, LAYERS, HEADS, WIDTHS))
+    path = _folder(subset) / "rows.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    origin = provenance()
+
+    def add(name: str, row: dict[str, Any]) -> None:
+        rows[name] = row | origin
+        path.with_suffix(".part").write_text(json.dumps(rows, indent=1) + "\n")
+        path.with_suffix(".part").replace(path)
+
+    for size in tqdm(sizes, desc="memory"):
+        if f"memory {size}" not in rows:
+            add(f"memory {size}", observe_memory(point(*size), device) | {"unit": "bytes"})
+    for size in () if device.type == "cuda" else LARGE[:1] if subset else LARGE:
+        if f"uss {size}" not in rows:
+            ours, theirs = multiprocessing.get_context("spawn").Pipe()
+            process = multiprocessing.get_context("spawn").Process(target=uss_bytes, args=(point(*size), theirs))
+            process.start()
+            add(f"uss {size}", fields(point(*size)) | {"kind": "uss", "uss_bytes": ours.recv(), "unit": "bytes"})
+            process.join()
+    for run in range(ROUNDS):
+        for size in tqdm(sizes, desc=f"time {run + 1}/{ROUNDS}"):
+            name = f"time {size}"
+            samples = rows.get(name, {}).get("all_seconds", [])
+            if len(samples) > run:
+                continue
+            once = training_pass(point(*size), device)
+            once()  # warm-up
+            samples = [*samples, once()]
+            row = fields(point(*size)) | {"kind": "model", "direction": "forward_backward", "unit": "s"}
+            add(name, row | {"all_seconds": samples} | median(samples))
+    print(path)
+
+
+def judge(subset: bool = False) -> None:
+    """Fit to the rest, predict the held-out rows, print, and write judgement.json, cost.json and costmodel.png."""
+    from megagraph.planner import plots
+
+    folder = _folder(subset)
+    rows = list(json.loads((folder / "rows.json").read_text()).values())
+    times = [row for row in rows if row["kind"] == "model"]
+    memory = [row for row in rows if row["kind"] == "memory"]
+    found: dict[str, float] = {}
+    holdouts = {
+        "random third": held_out_third(times),
+        "l >= 24": _by(times, lambda row: row["layers"] >= 24),
+        "d = 128": _by(times, lambda row: row["dim"] == 128),
+    }
+    for name, (seen, unseen) in holdouts.items():
+        if seen and unseen:
+            errors = time_errors(fit_seconds(seen, None), unseen, None)
+            found[f"{name}: time MAPE"] = errors["time_mape"]
+            found[f"{name}: R^2 of log time"] = errors["time_r2_log"]
+    seen, unseen = held_out_third(memory)
+    fitted = fit_memory(seen)
+    predicted, measured = [predict_peak(fitted, row) for row in unseen], [row["peak_bytes"] for row in unseen]
+    found["random third: memory MAPE"] = mape(predicted, measured)
+    found["random third: memory R^2"] = r_squared(predicted, measured)
+    large = [row for row in rows if row["kind"] == "uss"]
+    if large:
+        found["process USS: MAPE"] = mape([predict_peak(fitted, row) for row in large], [r["uss_bytes"] for r in large])
+    cost = fit([*times, *memory])
+    found |= {f"the paper's form, {name}": value for name, value in cost.paper.items() if name.startswith("memory")}
+    for name, value in found.items():
+        sign, bound = TARGETS.get(name, ("", 0.0))
+        verdict = "" if not sign else "  holds" if (value <= bound if sign == "<=" else value >= bound) else "  FAILS"
+        print(f"{name:<36} {value:>8.4f}  {f'{sign} {bound}' if sign else '':<10}{verdict}")
+    spread = float(np.median([row["spread"] for row in times]))
+    print(f"median spread of the {len(times)} times: {spread:.1%}; break: {cost.broken or 'none found'}")
+    (folder / "judgement.json").write_text(json.dumps(found | {"spread": spread} | provenance(), indent=1) + "\n")
+    cost.save(folder / "cost.json")
+    plots.costmodel(cost, [*times, *memory], folder / "costmodel.png")
+
+
+def _by(rows: list[Any], held_out: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+    return [row for row in rows if not held_out(row)], [row for row in rows if held_out(row)]
+
+
+def main(what: tyro.conf.Positional[Literal["measure", "judge"]], subset: bool = False) -> None:
+    """Measure the grid, or judge the model by its rows."""
+    (measure if what == "measure" else judge)(subset)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

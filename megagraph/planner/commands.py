@@ -1,0 +1,297 @@
+"""The planner's part of the command line: profile, fit, search, plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from megagraph.config import TrainConfig
+from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
+from megagraph.planner.cost import CostModel, Workload, bench_rows, check_rows
+from megagraph.planner.plan import Plan, ScheduleName
+from megagraph.planner.search import Candidate, SearchResult
+from megagraph.planner.search import search as search_plans
+from megagraph.planner.split import gib, paper_seconds
+
+Job = Callable[[], None]
+
+
+def profile(
+    config: Annotated[TrainConfig, tyro.conf.arg(name="")],
+    rows: Path = Path("profile.json"),
+    seconds: float = 60.0,
+    cache: bool = True,
+) -> Job:
+    """Measure this machine for a model and a data set; under torchrun the links between processes, too.
+
+    Args:
+        rows: file to write, a JSON list.
+        seconds: about how long it may take.
+        cache: read and keep profiles in ~/.cache/megagraph, by device, versions, model and workload.
+    """
+
+    def job() -> None:
+        measured = measure(config, seconds, cache)
+        if rank() == 0:
+            rows.write_text(json.dumps(measured, indent=1) + "\n")
+            links = any(row["kind"] == "transfer" for row in measured)
+            print(f"{rows}: {len(measured)} rows of {measured[0]['device']}")
+            if not links:
+                print("communication was not measured: this is one process; start it with torchrun to measure links")
+
+    return job
+
+
+def measure(config: TrainConfig, seconds: float, cache: bool) -> list[dict[str, Any]]:
+    """Rows of this machine for what a configuration trains. Collective."""
+    from megagraph.evaluate import as_graph, batches, make_loader
+    from megagraph.planner.profile import profile as measure_rows
+    from megagraph.train import choose_split
+
+    device = on_every_rank(config.torch_device)
+    graph = on_one_process_first(lambda: as_graph(None, config))
+    builder = on_every_rank(lambda: batches(config, graph))
+    loader = make_loader(config, builder, choose_split(graph, config).train, shuffle=True)
+    batch = next(iter(loader.epoch(0)))
+    workload = Workload(
+        batch_sequences=config.batch_sequences,
+        num_nodes=batch.layout.num_nodes,
+        num_super=batch.layout.num_super,
+        num_targets=batch.labels.shape[1],
+        feature_rows=len(batch.features) / batch.batch_size,
+    )
+    model = config.model_config(
+        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+    )
+    folder = Path.home() / ".cache" / "megagraph" if cache else None
+    stream = (batch for epoch in range(9) for batch in loader.epoch(epoch))  # an epoch may be one batch
+    return on_every_rank(
+        lambda: measure_rows(model, workload, device=device, batches=stream, budget_seconds=seconds, cache=folder)
+    )
+
+
+def fit(rows: tyro.conf.Positional[tuple[Path, ...]], /, out: Path = Path("cost.json")) -> Job:
+    """Fit a cost model to rows of one device and say how far off it is on rows that were held out.
+
+    Args:
+        rows: files of ``megagraph profile`` and of the benches, JSON lists.
+        out: file to write.
+    """
+
+    def job() -> None:
+        from megagraph.planner.cost import fit as fit_rows
+
+        cost = fit_rows(read_rows(rows))
+        cost.save(out)
+        print(f"{out}: {describe(cost)}")
+
+    return job
+
+
+def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
+    """The rows of several files; those of a bench of attention become rows of attention.
+
+    Raises:
+        ValueError: a file is not a JSON list.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a whole JSON file ({error}); run megagraph profile again") from error
+        if not isinstance(found, list):
+            raise ValueError(f"{path} must hold a list of rows, got {type(found).__name__}")
+        rows += bench_rows(found)
+    return rows
+
+
+def describe(cost: CostModel) -> str:
+    """How good the model is, in a few lines."""
+    held, paper = cost.held_out, cost.paper
+    lines = [f"cost model of {cost.origin.get('device', 'an unnamed device')}"]
+    if "time_mape" in held:
+        lines.append(f"held out: time MAPE {held['time_mape']:.1%}, R^2 of log time {held['time_r2_log']:.3f}")
+    if "memory_mape" in held:
+        lines.append(f"held out: memory MAPE {held['memory_mape']:.2%}, R^2 {held['memory_r2']:.4f}")
+    if "memory_mape" in paper:
+        lines.append(f"the paper's memory form: MAPE {paper['memory_mape']:.2%}, R^2 {paper['memory_r2']:.4f}")
+    if cost.broken is None:
+        lines.append("latency grows with the layers without a break")
+    else:
+        lines.append(f"beyond {cost.broken.constant:.3g} / (b S d) layers take {cost.broken.gamma} times as long")
+    if not cost.links:
+        lines.append("communication was not measured, and is taken to be free")
+    return "\n  ".join(lines)
+
+
+def search(
+    cost: tyro.conf.Positional[Path],
+    /,
+    world_size: int,
+    memory_gib: float,
+    pp: int | None = None,
+    cp: int | None = None,
+    dp: int | None = None,
+    microbatches: int | None = None,
+    schedule: ScheduleName | None = None,
+    batch_sequences: int | None = None,
+    layers: int | None = None,
+    strict: bool = False,
+    explain: str | None = None,
+    out: Path | None = None,
+) -> Job:
+    """Find the plan of least step time for a number of processes, from a cost model alone.
+
+    Args:
+        cost: file of ``megagraph fit``.
+        memory_gib: what a process may use.
+        pp, cp, dp, microbatches, schedule: fix a part of the plan.
+        batch_sequences, layers: another batch or depth than the profile's.
+        strict: refuse plans that need sizes outside the measured ones.
+        explain: pp,cp,dp: print every term of the best plan with these degrees.
+        out: plan file to write.
+    """
+
+    def job() -> None:
+        model, workload, result = run_search(
+            CostModel.load(cost), world_size, memory_gib * 2**30, batch_sequences, layers, strict,
+            dict(pp=pp, cp=cp, dp=dp, num_microbatches=microbatches, schedule=schedule),
+        )  # fmt: skip
+        print(table(result))
+        if explain is not None:
+            print(explanation(model, workload, result, explain))
+        if out is not None:
+            result.best.plan.save(out)
+            print(out)
+
+    return job
+
+
+def run_search(
+    cost: CostModel,
+    world_size: int,
+    memory_limit_bytes: float,
+    batch_sequences: int | None = None,
+    layers: int | None = None,
+    strict: bool = False,
+    fixed: dict[str, Any] | None = None,
+) -> tuple[CostModel, Workload, SearchResult]:
+    """A search for the model and workload of the profile, or of another batch or depth."""
+    if cost.model is None or cost.workload is None:
+        raise ValueError("the rows of the cost model name no model; fit it to rows of megagraph profile")
+    workload = cost.workload if batch_sequences is None else replace(cost.workload, batch_sequences=batch_sequences)
+    model = cost.model if layers is None else replace(cost.model, layers=layers)
+    fixed = {name: value for name, value in (fixed or {}).items() if value is not None}
+    cost = replace(cost, model=model)
+    return (
+        cost,
+        workload,
+        search_plans(cost, model, world_size, memory_limit_bytes, workload=workload, fixed=fixed, strict=strict),
+    )
+
+
+def table(result: SearchResult, count: int = 10) -> str:
+    """The fastest plans, the front, and why others were not looked at."""
+    lines = [f"{'':>10} {'step':>11} {'memory':>10}  plan"]
+    possible = [c for c in result.candidates if c.pruned is None]
+    for name, candidates in (("best", possible[:count]), ("front", result.pareto[:count])):
+        lines += [_line(name if index == 0 else "", candidate) for index, candidate in enumerate(candidates)]
+    reasons = sorted({c.pruned for c in result.candidates if c.pruned})
+    counts = ", ".join(f"{reason} {sum(c.pruned == reason for c in result.candidates)}" for reason in reasons)
+    lines.append(f"{len(result.candidates)} candidates; pruned: {counts or 'none'}")
+    lines += [f"extrapolated: {what}" for what in result.best.extrapolated]
+    return "\n".join(lines)
+
+
+def _line(name: str, candidate: Candidate) -> str:
+    return f"{name:>10} {candidate.step_seconds:>9.4g} s {gib(candidate.peak_bytes):>10}  {say(candidate.plan)}"
+
+
+def say(plan: Plan) -> str:
+    """A plan in a line."""
+    words = [f"pp {plan.pp}  cp {plan.cp}  dp {plan.dp}"]
+    if plan.pp > 1:
+        words.append(f"layers {','.join(map(str, plan.layers))}  K {plan.num_microbatches}  {plan.schedule}")
+    words += [name for name in ("checkpoint", "shard") if getattr(plan, name)]
+    if plan.cp > 1 and getattr(plan, "comm", "ring") != "ring":
+        words.append("allgather")
+    return "  ".join(words)
+
+
+def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
+    """Every term of the best candidate with these degrees."""
+    matching = [c for c in result.candidates if f"{c.plan.pp},{c.plan.cp},{c.plan.dp}" == degrees]
+    if not matching:
+        raise ValueError(f"explain must name pp,cp,dp whose product is the number of processes, got {degrees!r}")
+    candidate = matching[0]
+    plan, model = candidate.plan, cost.model
+    assert model is not None
+    lines = [say(plan)]
+    if candidate.pruned is not None and not plan.layers:
+        return f"{lines[0]}\n  pruned: {candidate.pruned}"
+    terms = cost.explain(model, plan, workload)
+    lines += [f"  {name:<24} {value:>10.4g} s" for name, value in terms.items()]
+    forward, backward = cost.stage_seconds(model, plan, workload)
+    lines.append(f"  {'the paper: pipeline':<24} {paper_seconds(forward, backward, plan.num_microbatches):>10.4g} s")
+    lines += [f"  rank {i}: {gib(size)}" for i, size in enumerate(cost.memory_bytes(model, plan, workload))]
+    lines += [f"  pruned: {candidate.pruned}"] if candidate.pruned else []
+    lines += [f"  extrapolated: {what}" for what in cost.extrapolated(model, plan, workload)]
+    return "\n".join(lines)
+
+
+def plot(
+    kind: tyro.conf.Positional[Literal["costmodel", "pareto", "stages"]],
+    cost: tyro.conf.Positional[Path],
+    /,
+    out: Path | None = None,
+    rows: tuple[Path, ...] = (),
+    world_size: int = 1,
+    memory_gib: float = 80.0,
+    plan: Path | None = None,
+) -> Job:
+    """Draw a cost model or a search from files alone.
+
+    Args:
+        kind: costmodel: predicted against measured; pareto: time and memory of all plans; stages: memory of a plan.
+        cost: file of ``megagraph fit``.
+        out: image to write; default KIND.png.
+        rows: costmodel: the rows that were fitted.
+        world_size, memory_gib: pareto, and stages without a plan: what to search for.
+        plan: stages: plan file.
+    """
+
+    def job() -> None:
+        from megagraph.planner import plots
+
+        path = Path(f"{kind}.png") if out is None else out
+        model = CostModel.load(cost)
+        if kind == "costmodel":
+            plots.costmodel(model, check_rows(read_rows(rows)), path)
+        else:
+            _, workload, result = run_search(model, world_size, memory_gib * 2**30)
+            if kind == "pareto":
+                plots.pareto(result, path)
+            else:
+                assert model.model is not None
+                chosen = result.best.plan if plan is None else Plan.load(plan)
+                plots.stages(model, model.model, chosen, workload, path)
+        print(path)
+
+    return job
+
+
+def default_memory_bytes(device: torch.device) -> float:
+    """What a process may use where nobody says: a GPU's memory, or this machine's shared by its processes."""
+    import os
+
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,117 @@
+"""Figures of a cost model and a search, drawn from their files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megagraph.models.config import ModelConfig
+from megagraph.planner.cost import (
+    COMPUTED,
+    CostModel,
+    Row,
+    Workload,
+    fit_memory,
+    fit_seconds,
+    held_out_third,
+    mape,
+    predict_peak,
+    predict_seconds,
+    r_squared,
+)
+from megagraph.planner.plan import Plan
+from megagraph.planner.search import SearchResult
+
+
+def _figure(columns: int) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * columns, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns, squeeze=False)[0]
+
+
+def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
+    """Predicted against measured, seconds and bytes, and latency against layers; a random third was held out."""
+    figure, axes = _figure(3)
+    computed = [row for row in rows if row["kind"] in COMPUTED and row["seconds"] > 0]
+    memory = [row for row in rows if row["kind"] == "memory"]
+    for axis, part, unit in ((axes[0], computed, "seconds"), (axes[1], memory, "peak bytes")):
+        seen, unseen = held_out_third(part)
+        if not seen:
+            axis.set(title=f"{unit}: no rows")
+            continue
+        seconds, sizes = (fit_seconds(seen, cost.broken), {}) if unit == "seconds" else ({}, fit_memory(seen))
+        lows = []
+        for name, rows_of, marker in (("fitted", seen, "."), ("held out", unseen, "x")):
+            if not rows_of:
+                continue
+            measured = [row["seconds" if unit == "seconds" else "peak_bytes"] for row in rows_of]
+            predicted = [
+                predict_seconds(seconds, row, cost.broken) if unit == "seconds" else predict_peak(sizes, row)
+                for row in rows_of
+            ]
+            if unit == "seconds":
+                fitness = r_squared(np.log(np.maximum(predicted, 1e-12)), np.log(measured))
+            else:
+                fitness = r_squared(predicted, measured)
+            label = f"{name}: MAPE {mape(predicted, measured):.1%}, R$^2$ {fitness:.3f}"
+            axis.loglog(measured, predicted, marker, label=label)
+            lows += [min(measured), max(measured)]
+        axis.plot([min(lows), max(lows)], [min(lows), max(lows)], "k-", linewidth=0.8)
+        axis.set(xlabel=f"measured {unit}", ylabel=f"predicted {unit}")
+        axis.legend(fontsize=7)
+    deep = [row for row in computed if "layers" in row]
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in deep:
+        groups.setdefault((row["sequences"], row["rows"], row["dim"], row["heads"], row["direction"]), []).append(row)
+    longest = sorted((g for g in groups.values() if len({r["layers"] for r in g}) > 1), key=len, reverse=True)[:8]
+    for group in longest:
+        group = sorted(group, key=lambda row: row["layers"])
+        label = "b {sequences}, d {dim}, h {heads}".format(**group[0])
+        axes[2].plot([r["layers"] for r in group], [r["seconds"] for r in group], ".-", linewidth=0.8, label=label)
+    found = "no break found" if cost.broken is None else f"break: gamma {cost.broken.gamma}"
+    axes[2].set(xlabel="layers", ylabel="measured seconds", title=found)
+    if longest:
+        axes[2].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def pareto(result: SearchResult, path: Path) -> None:
+    """Step time and peak memory of all candidates, coloured by what they cut, and the front."""
+    figure, (axis,) = _figure(1)
+    strategies: dict[str, list[tuple[float, float]]] = {}
+    for candidate in result.candidates:
+        plan = candidate.plan
+        if np.isfinite(candidate.step_seconds):
+            cuts = [name for name in ("pp", "cp", "dp") if getattr(plan, name) > 1]
+            point = (candidate.step_seconds, candidate.peak_bytes / 2**30)
+            strategies.setdefault(" + ".join(cuts) or "one device", []).append(point)
+    for name, points in sorted(strategies.items()):
+        axis.plot(*zip(*points, strict=True), ".", markersize=4, label=name)
+    front = [(candidate.step_seconds, candidate.peak_bytes / 2**30) for candidate in result.pareto]
+    axis.plot(*zip(*front, strict=True), "k.-", drawstyle="steps-post", linewidth=0.8, label="Pareto front")
+    axis.set(xlabel="predicted step seconds", ylabel="predicted peak GiB of a rank", xscale="log", yscale="log")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def stages(cost: CostModel, config: ModelConfig, plan: Plan, workload: Workload, path: Path) -> None:
+    """What every stage of a pipeline needs, by what it is for."""
+    figure, (axis,) = _figure(1)
+    counts = np.array([[len(stage)] for stage in plan.stages(config.layers)], float)
+    parts = cost.stage_memory(config, plan, workload, counts)
+    shared = cost.shared_bytes(config, plan, workload) / plan.stages_per_rank
+    bottom = np.zeros(len(counts))
+    for name, sizes in {**parts, "batch and workspace": np.full((len(counts), 1), shared)}.items():
+        gib = sizes[:, 0] / 2**30
+        axis.bar(range(len(counts)), gib, bottom=bottom, label=name)
+        bottom += gib
+    axis.set(xlabel="stage", ylabel="predicted GiB", title=f"layers {[int(c) for c in counts[:, 0]]}, {plan.schedule}")
+    axis.set_xticks(range(len(counts)))
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)

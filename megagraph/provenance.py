@@ -1,0 +1,55 @@
+"""Where a figure comes from; every row carries this."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+_CODE = (":/", ":(top,exclude)bench/results")  # rows of an earlier run do not change what is measured
+
+
+def provenance() -> dict[str, Any]:
+    """Device, versions and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    try:
+        triton = version("triton")  # without importing it
+    except PackageNotFoundError:
+        triton = None
+    return {
+        "device": device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "numpy": numpy.__version__,
+        "commit": os.environ.get("MEGAGRAPH_COMMIT") or _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _commit() -> str:
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "--", *_CODE) else "")
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""  # a machine without git
+    return done.stdout.strip()
