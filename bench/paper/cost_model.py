@@ -1,6 +1,7 @@
 """The paper's 216 configurations: is the cost model right about what it has not seen?
 
-    python -m bench.paper.cost_model measure     # at most 20 minutes, resumes where it stopped
+    python -m bench.paper.cost_model memory      # counts bytes: other work on the machine does no harm
+    python -m bench.paper.cost_model time        # wants the machine for itself; both resume where they stopped
     python -m bench.paper.cost_model judge       # three holdouts, from the rows alone
 
 A configuration is b sequences of N = 256 nodes through l layers with h heads of a width d. A row of time is a forward
@@ -120,12 +121,8 @@ def _folder(subset: bool) -> Path:
     return RESULTS / device / ("cost_model_subset" if subset else "cost_model")
 
 
-def measure(subset: bool = False) -> None:
-    """Measure what is missing in bench/results/DEVICE/cost_model/rows.json.
-
-    Args:
-        subset: eight small configurations, into another folder: does everything run?
-    """
+def measure(part: str, subset: bool) -> None:
+    """Measure what is missing of memory or time in bench/results/DEVICE/cost_model/rows.json."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     sizes = list(product((1, 2), (2, 4), (4,), (32, 64)) if subset else product(SEQUENCES, LAYERS, HEADS, WIDTHS))
@@ -139,17 +136,17 @@ def measure(subset: bool = False) -> None:
         path.with_suffix(".part").write_text(json.dumps(rows, indent=1) + "\n")
         path.with_suffix(".part").replace(path)
 
-    for size in tqdm(sizes, desc="memory"):
+    for size in tqdm(sizes if part == "memory" else (), desc="memory"):
         if f"memory {size}" not in rows:
             add(f"memory {size}", observe_memory(point(*size), device) | {"unit": "bytes"})
-    for size in () if device.type == "cuda" else LARGE[:1] if subset else LARGE:
+    for size in () if device.type == "cuda" or part != "memory" else LARGE[:1] if subset else LARGE:
         if f"uss {size}" not in rows:
             ours, theirs = multiprocessing.get_context("spawn").Pipe()
             process = multiprocessing.get_context("spawn").Process(target=uss_bytes, args=(point(*size), theirs))
             process.start()
             add(f"uss {size}", fields(point(*size)) | {"kind": "uss", "uss_bytes": ours.recv(), "unit": "bytes"})
             process.join()
-    for run in range(ROUNDS):
+    for run in range(ROUNDS if part == "time" else 0):
         for size in tqdm(sizes, desc=f"time {run + 1}/{ROUNDS}"):
             name = f"time {size}"
             samples = rows.get(name, {}).get("all_seconds", [])
@@ -163,13 +160,14 @@ def measure(subset: bool = False) -> None:
     print(path)
 
 
-def judge(subset: bool = False) -> None:
+def judge(subset: bool) -> None:
     """Fit to the rest, predict the held-out rows, print, and write judgement.json, cost.json and costmodel.png."""
     from megagraph.planner import plots
 
     folder = _folder(subset)
     rows = list(json.loads((folder / "rows.json").read_text()).values())
     times = [row for row in rows if row["kind"] == "model"]
+    assert times, "measure the time first"
     memory = [row for row in rows if row["kind"] == "memory"]
     found: dict[str, float] = {}
     holdouts = {
@@ -207,9 +205,16 @@ def _by(rows: list[Any], held_out: Callable[[Any], bool]) -> tuple[list[Any], li
     return [row for row in rows if not held_out(row)], [row for row in rows if held_out(row)]
 
 
-def main(what: tyro.conf.Positional[Literal["measure", "judge"]], subset: bool = False) -> None:
-    """Measure the grid, or judge the model by its rows."""
-    (measure if what == "measure" else judge)(subset)
+def main(what: tyro.conf.Positional[Literal["memory", "time", "judge"]], subset: bool = False) -> None:
+    """Measure a part of the grid, or judge the model by its rows.
+
+    Args:
+        subset: eight small configurations, into another folder: does everything run?
+    """
+    if what == "judge":
+        judge(subset)
+    else:
+        measure(what, subset)
 
 
 if __name__ == "__main__":

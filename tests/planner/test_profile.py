@@ -1,0 +1,98 @@
+"""Profiles of a tiny model, and the chain from rows to plan and plots on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.cli import main
+from megagraph.planner.cost import FIELDS, bench_rows, check_rows
+from megagraph.planner.profile import design, profile
+from tests.planner import synthetic
+
+CONFIG = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=32, heads=4, bias_size=3)
+WORKLOAD = mg.planner.Workload(batch_sequences=4, num_nodes=24, num_super=2, num_targets=1)
+
+
+def test_profile_measures_every_part(tmp_path):
+    arguments = dict(device=torch.device("cpu"), batches=range(4), budget_seconds=1.0, cache=tmp_path)
+    rows = profile(CONFIG, WORKLOAD, **arguments)
+    assert {row["kind"] for row in check_rows(rows)} == set(FIELDS) - {"transfer", "all_reduce", "attention", "model"}
+    assert {row["unit"] for row in rows} == {"s"} and all(row["device"] and row["torch"] for row in rows)
+    assert profile(CONFIG, WORKLOAD, **arguments) == rows  # from the cache: times would differ
+    cost = mg.planner.fit(rows)
+    assert cost.model == CONFIG and cost.workload == WORKLOAD and not cost.links
+    assert "transfer bytes was not measured" in cost.extrapolated(CONFIG, mg.Plan(pp=2))
+    whole = [row for row in rows if row["kind"] == "memory" and row["layers"] == 2]
+    predicted = cost.memory_bytes(CONFIG, mg.Plan())[0]
+    assert 0.5 * whole[0]["peak_bytes"] < predicted < 8 * max(row["peak_bytes"] for row in whole)
+
+
+def test_design_varies_every_size():
+    points = design(CONFIG, WORKLOAD, torch.device("cpu"))
+    for name in ("sequences", "rows", "dim", "heads"):
+        assert len({point.fields()[name] for point in points}) > 1, name
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["megagraph", *map(str, arguments)])
+    main()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rows") / "profile.json"
+    measured = synthetic.rows()
+    measured[0]["model"] = dict(in_features=32, num_classes=5, layers=8, dim=64, ffn_dim=64, bias="bucket", bias_size=8)
+    path.write_text(json.dumps(measured))
+    return path
+
+
+def test_from_rows_to_plan_and_plots(rows, tmp_path, monkeypatch, capsys):
+    cost, plan = tmp_path / "cost.json", tmp_path / "plan.json"
+    run(monkeypatch, "fit", rows, "--out", cost)
+    assert "held out: time MAPE 0.0%" in capsys.readouterr().out
+    limits = ("--world-size", 4, "--memory-gib", 64)
+    run(monkeypatch, "search", cost, *limits, "--pp", 2, "--explain", "2,1,2", "--out", plan)
+    said = capsys.readouterr().out
+    chosen = mg.Plan.load(plan)
+    assert chosen.pp == 2 and chosen.world_size == 4 and sum(chosen.layers) == 8
+    step = float(re.search(r"best +([\d.e+-]+) s", said)[1])
+    model = mg.planner.CostModel.load(cost)
+    assert step == pytest.approx(model.step_seconds(model.model, chosen), rel=1e-3)
+    for term in ("slowest rank computes", "bubble and transfers", "all-reduce", "loader stall", "the paper: pipeline"):
+        assert term in said
+    for kind, more in (("costmodel", ("--rows", rows)), ("pareto", limits), ("stages", (*limits, "--plan", plan))):
+        run(monkeypatch, "plot", kind, cost, "--out", tmp_path / f"{kind}.png", *more)
+        assert (tmp_path / f"{kind}.png").stat().st_size > 5000
+
+
+def test_a_search_that_finds_nothing_ends_with_one_line(rows, tmp_path, monkeypatch, capsys):
+    cost = tmp_path / "cost.json"
+    run(monkeypatch, "fit", rows, "--out", cost)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "search", cost, "--world-size", 4, "--memory-gib", 0.01)
+    assert re.match(r"megagraph: error: no plan of 4 processes fits 0.01 GiB.*the lightest", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('[{"kind": "la', "is not a whole JSON file"), ("{}", "must hold a list of rows, got dict")]
+)
+def test_bad_rows_file(text, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "fit", tmp_path / "rows.json")
+    assert message in capsys.readouterr().err
+
+
+def test_rows_of_the_attention_bench_are_rows_of_attention():
+    row = dict(contender="megagraph_blocked", B=1, H=2, M=8, N=16, D=4, form="bucket", dtype="float32", unit="s")
+    row |= dict(direction="forward", median=1e-3, device="paper", torch="2", commit="c")
+    made = bench_rows([row, row | dict(contender="eager"), row | dict(median=None)])
+    assert [r["kind"] for r in check_rows(made)] == ["attention"]
+    assert made[0]["dim"] == 8 and made[0]["seconds"] == 1e-3
