@@ -129,6 +129,16 @@ class CostModel:
     paper: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
+    def profiled(self) -> tuple[ModelConfig, Workload]:
+        """The model and the workload of the profile that was fitted.
+
+        Raises:
+            ValueError: the rows were of no profile.
+        """
+        if self.model is None or self.workload is None:
+            raise ValueError("the rows of the cost model name no model; fit it to rows of megagraph profile")
+        return self.model, self.workload
+
     # ---- files
 
     def save(self, path: Path | str) -> None:
@@ -302,7 +312,7 @@ class CostModel:
         block = math.ceil(nodes / plan.cp)
         rows = block + given.num_super
         seconds = _dot(coefficients, layer_terms(m, rows, queries, config))
-        comm = getattr(plan, "comm", "ring")
+        comm = plan.comm
         if plan.cp == 1 or comm == "allgather":
             seconds += _dot(coefficients, attention_terms(m, queries, nodes + given.num_super, config, ring=False))
             if plan.cp > 1:
@@ -389,7 +399,7 @@ class CostModel:
         total = data * (1 + given.prefetch) + _dot(self.memory, workspace_terms(m, rows, config))
         if plan.cp > 1:
             block_bytes = 4.0 * m * block * config.dim
-            if getattr(plan, "comm", "ring") == "allgather":
+            if plan.comm == "allgather":
                 total += 4 * plan.cp * block_bytes  # k and v of all nodes, and their gradients
             else:
                 total += 8 * block_bytes + 4.0 * m * rows * config.dim  # two visiting blocks each way, accumulator

@@ -137,12 +137,9 @@ def _shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mappin
             dp = world_size // pp // cp
             if any(fixed.get(name, value) != value for name, value in (("pp", pp), ("cp", cp), ("dp", dp))):
                 continue
-            comms = ("ring", "allgather") if cp > 1 and "comm" in Plan.__dataclass_fields__ else (None,)
-            for comm in comms:
+            for comm in ("ring", "allgather") if cp > 1 else ("ring",):
                 for checkpoint in (False, True):
-                    base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, checkpoint=checkpoint, shard=shard)
-                    if comm is not None:
-                        base["comm"] = comm
+                    base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, comm=comm, checkpoint=checkpoint, shard=shard)
                     yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1))
 
 
@@ -175,7 +172,7 @@ class _Search:
         reason = self._prune(plan)
         if reason is not None:
             return [Candidate(plan=plan, pruned=reason)]
-        key = (plan.cp, plan.dp * plan.num_microbatches, plan.checkpoint, getattr(plan, "comm", None), plan.pp == 1)
+        key = (plan.cp, plan.dp * plan.num_microbatches, plan.checkpoint, plan.comm, plan.pp == 1)
         if key not in self._tables:
             self._tables[key] = self.cost.stage_tables(self.config, plan, self.given)
         tables = self._tables[key]

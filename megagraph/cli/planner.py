@@ -1,25 +1,22 @@
-"""The planner's part of the command line: profile, fit, search, plot."""
+"""``megagraph profile``, ``fit`` and ``search``: from measurements of a machine to a plan."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import torch
 import tyro
 
+from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
-from megagraph.planner.cost import CostModel, Workload, bench_rows, check_rows
+from megagraph.planner.cost import CostModel, Workload, bench_rows
 from megagraph.planner.plan import Plan, ScheduleName
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
 from megagraph.planner.split import gib, paper_seconds
-
-Job = Callable[[], None]
 
 
 def profile(
@@ -45,7 +42,7 @@ def profile(
             if not links:
                 print("communication was not measured: this is one process; start it with torchrun to measure links")
 
-    return job
+    return Job(job)
 
 
 def measure(config: TrainConfig, seconds: float, cache: bool) -> list[dict[str, Any]]:
@@ -91,7 +88,7 @@ def fit(rows: tyro.conf.Positional[tuple[Path, ...]], /, out: Path = Path("cost.
         cost.save(out)
         print(f"{out}: {describe(cost)}")
 
-    return job
+    return Job(job)
 
 
 def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
@@ -171,7 +168,7 @@ def search(
             result.best.plan.save(out)
             print(out)
 
-    return job
+    return Job(job)
 
 
 def run_search(
@@ -184,17 +181,12 @@ def run_search(
     fixed: dict[str, Any] | None = None,
 ) -> tuple[CostModel, Workload, SearchResult]:
     """A search for the model and workload of the profile, or of another batch or depth."""
-    if cost.model is None or cost.workload is None:
-        raise ValueError("the rows of the cost model name no model; fit it to rows of megagraph profile")
-    workload = cost.workload if batch_sequences is None else replace(cost.workload, batch_sequences=batch_sequences)
-    model = cost.model if layers is None else replace(cost.model, layers=layers)
+    model, workload = cost.profiled()
+    workload = workload if batch_sequences is None else replace(workload, batch_sequences=batch_sequences)
+    model = model if layers is None else replace(model, layers=layers)
     fixed = {name: value for name, value in (fixed or {}).items() if value is not None}
-    cost = replace(cost, model=model)
-    return (
-        cost,
-        workload,
-        search_plans(cost, model, world_size, memory_limit_bytes, workload=workload, fixed=fixed, strict=strict),
-    )
+    result = search_plans(cost, model, world_size, memory_limit_bytes, workload=workload, fixed=fixed, strict=strict)
+    return replace(cost, model=model), workload, result
 
 
 def table(result: SearchResult, count: int = 10) -> str:
@@ -220,7 +212,7 @@ def say(plan: Plan) -> str:
     if plan.pp > 1:
         words.append(f"layers {','.join(map(str, plan.layers))}  K {plan.num_microbatches}  {plan.schedule}")
     words += [name for name in ("checkpoint", "shard") if getattr(plan, name)]
-    if plan.cp > 1 and getattr(plan, "comm", "ring") != "ring":
+    if plan.cp > 1 and plan.comm != "ring":
         words.append("allgather")
     return "  ".join(words)
 
@@ -244,54 +236,3 @@ def explanation(cost: CostModel, workload: Workload, result: SearchResult, degre
     lines += [f"  pruned: {candidate.pruned}"] if candidate.pruned else []
     lines += [f"  extrapolated: {what}" for what in cost.extrapolated(model, plan, workload)]
     return "\n".join(lines)
-
-
-def plot(
-    kind: tyro.conf.Positional[Literal["costmodel", "pareto", "stages"]],
-    cost: tyro.conf.Positional[Path],
-    /,
-    out: Path | None = None,
-    rows: tuple[Path, ...] = (),
-    world_size: int = 1,
-    memory_gib: float = 80.0,
-    plan: Path | None = None,
-) -> Job:
-    """Draw a cost model or a search from files alone.
-
-    Args:
-        kind: costmodel: predicted against measured; pareto: time and memory of all plans; stages: memory of a plan.
-        cost: file of ``megagraph fit``.
-        out: image to write; default KIND.png.
-        rows: costmodel: the rows that were fitted.
-        world_size, memory_gib: pareto, and stages without a plan: what to search for.
-        plan: stages: plan file.
-    """
-
-    def job() -> None:
-        from megagraph.planner import plots
-
-        path = Path(f"{kind}.png") if out is None else out
-        model = CostModel.load(cost)
-        if kind == "costmodel":
-            plots.costmodel(model, check_rows(read_rows(rows)), path)
-        else:
-            _, workload, result = run_search(model, world_size, memory_gib * 2**30)
-            if kind == "pareto":
-                plots.pareto(result, path)
-            else:
-                assert model.model is not None
-                chosen = result.best.plan if plan is None else Plan.load(plan)
-                plots.stages(model, model.model, chosen, workload, path)
-        print(path)
-
-    return job
-
-
-def default_memory_bytes(device: torch.device) -> float:
-    """What a process may use where nobody says: a GPU's memory, or this machine's shared by its processes."""
-    import os
-
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,116 @@
+"""``megagraph plot``: figures from the files of a run, or of the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from megagraph.cli.job import Job
+from megagraph.cli.planner import read_rows, run_search
+from megagraph.planner.cost import CostModel, check_rows
+from megagraph.planner.plan import Plan
+
+
+def plot_timeline(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
+    """Draw what every rank did in the steps that --trace recorded, and say how long its stages waited.
+
+    Args:
+        run: run folder of ``megagraph train --trace``.
+        out: image to write; default RUN/timeline.png.
+    """
+
+    def job() -> None:
+        from megagraph import plots, timeline
+
+        path = run / "timeline.png" if out is None else out
+        spans = timeline.read(run / "trace")
+        plots.timeline(spans, path)
+        print(path)
+        plan = Plan.load(run / "plan.json")
+        if plan.pp > 1:
+            measured, theory = timeline.measured_bubble(spans), timeline.bubble_in_theory(plan)
+            print(
+                f"bubble of {plan.schedule}, {plan.pp} ranks x {plan.stages_per_rank} stages, "
+                f"{plan.num_microbatches} micro-batches: measured {measured:.1%}, in theory {theory:.1%}"
+            )
+
+    return Job(job)
+
+
+def plot_costmodel(
+    cost: tyro.conf.Positional[Path], /, *, rows: tuple[Path, ...], out: Path = Path("costmodel.png")
+) -> Job:
+    """Draw predicted against measured time and memory, fitted and held-out rows apart.
+
+    Args:
+        cost: file of ``megagraph fit``.
+        rows: the files that were fitted.
+        out: image to write.
+    """
+
+    def job() -> None:
+        from megagraph.planner import plots
+
+        plots.costmodel(CostModel.load(cost), check_rows(read_rows(rows)), out)
+        print(out)
+
+    return Job(job)
+
+
+def plot_pareto(
+    cost: tyro.conf.Positional[Path], /, *, world_size: int, memory_gib: float, out: Path = Path("pareto.png")
+) -> Job:
+    """Draw step time and memory of all plans of a search.
+
+    Args:
+        cost: file of ``megagraph fit``.
+        memory_gib: what a process may use.
+        out: image to write.
+    """
+
+    def job() -> None:
+        from megagraph.planner import plots
+
+        _, _, result = run_search(CostModel.load(cost), world_size, memory_gib * 2**30)
+        plots.pareto(result, out)
+        print(out)
+
+    return Job(job)
+
+
+def plot_stages(
+    cost: tyro.conf.Positional[Path], plan: tyro.conf.Positional[Path], /, *, out: Path = Path("stages.png")
+) -> Job:
+    """Draw the memory of every stage of a plan.
+
+    Args:
+        cost: file of ``megagraph fit``.
+        plan: file of ``megagraph search --out``, or plan.json of a run.
+        out: image to write.
+    """
+
+    def job() -> None:
+        from megagraph.planner import plots
+
+        fitted = CostModel.load(cost)
+        model, workload = fitted.profiled()
+        plots.stages(fitted, model, Plan.load(plan), workload, out)
+        print(out)
+
+    return Job(job)
+
+
+def plot(
+    job: tyro.conf.OmitSubcommandPrefixes[
+        tyro.conf.OmitArgPrefixes[
+            Annotated[Any, tyro.conf.subcommand("timeline", constructor=plot_timeline)]
+            | Annotated[Any, tyro.conf.subcommand("costmodel", constructor=plot_costmodel)]
+            | Annotated[Any, tyro.conf.subcommand("pareto", constructor=plot_pareto)]
+            | Annotated[Any, tyro.conf.subcommand("stages", constructor=plot_stages)]
+        ]
+    ],
+) -> Job:
+    """Figures of runs and of the planner, from their files alone."""
+    return job
