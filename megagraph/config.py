@@ -95,7 +95,14 @@ class TrainConfig:
     """Loader processes; 0 builds batches in the training process."""
 
     plan: str = "1,1,1"
-    """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp."""
+    """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp.
+    auto: measure this machine and take the fastest plan that fits."""
+    pp: int | None = None
+    """With --plan auto: no other number of pipeline stages; so with cp and dp."""
+    cp: int | None = None
+    dp: int | None = None
+    memory_gib: float | None = None
+    """With --plan auto: what a process may use; default all of a GPU, or its part of this machine's memory."""
     comm: Literal["ring", "allgather"] = "ring"
     """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps."""
     stage_layers: str | None = None
@@ -137,7 +144,19 @@ class TrainConfig:
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
         self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model
-        self.parallel_plan()
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        for name in ("pp", "cp", "dp", "memory_gib"):
+            value = getattr(self, name)
+            if value is not None and self.plan != "auto":
+                raise ValueError(f"{name} is a part of --plan auto, got {value} beside --plan {self.plan}")
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.plan != "auto":
+            self.parallel_plan()
+        elif self.stage_layers is not None or self.stages_per_rank != 1:
+            raise ValueError("stage_layers and stages_per_rank must not be given with --plan auto, which finds them")
 
     def parallel_plan(self) -> Plan:
         """The layout of the processes."""

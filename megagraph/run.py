@@ -48,15 +48,20 @@ class Run:
         """
         name = f"{Path(config.dataset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(config.out) if config.out is not None else Path("runs") / name
-        metrics = folder / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size:
-            raise FileExistsError(f"{folder} holds a run already; pass another --out, or remove it")
+        cls.check_free(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             cls(folder)._write_config(config)
         except OSError as error:
             raise type(error)(f"the run folder {folder} cannot be written: {error}; pass another --out") from error
         return folder
+
+    @staticmethod
+    def check_free(folder: Path) -> None:
+        """Raise FileExistsError if the folder holds a run already."""
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and metrics.stat().st_size:
+            raise FileExistsError(f"{folder} holds a run already; pass another --out, or remove it")
 
     @staticmethod
     def to_resume(folder: Path | str, *, new_plan: bool = False) -> TrainConfig:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from megagraph import plots
+from megagraph import auto, plots
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.checkpoint import Checkpoints, TrainingState
@@ -67,6 +67,9 @@ class Summary:
     parameters: int
     peak_memory_bytes: int  # of the device, of the process on a CPU; the largest of all processes
     device: str
+    measured_step_seconds: float  # median
+    predicted_step_seconds: float | None = None  # by --plan auto
+    predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
 
 
 class Trainer:
@@ -109,8 +112,10 @@ class Trainer:
         config = self.config
         with process_group(config.timeout):
             check_equal("the configuration", config.shared_fields())
-            plan = config.parallel_plan()
-            plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
+            if config.plan != "auto":
+                _check_plan(config)
+            elif (out := config.out) is not None:
+                on_rank_zero(lambda: Run.check_free(out))
             device = on_every_rank(config.torch_device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -119,16 +124,30 @@ class Trainer:
             graph = on_one_process_first(lambda: as_graph(data, config))
             split = on_every_rank(lambda: choose_split(graph, config))
             check_equal("the graph", _checksums(graph) | _checksums(split))
-            return _fit(config, plan, device, graph, split)
+            return _fit(config, device, graph, split)
 
 
-def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, split: Split) -> Summary:
-    enter = Run.create if config.resume is None else Run.resume
-    run = Run(on_rank_zero(lambda: enter(config)), writes=rank() == 0)
+def _check_plan(config: TrainConfig) -> Plan:
+    plan = config.parallel_plan()
+    plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
+    return plan
+
+
+def _fit(config: TrainConfig, device: torch.device, graph: Graph, split: Split) -> Summary:
+    def enter() -> Path:
+        return Run.create(config) if config.resume is None else Run.resume(config)
+
+    run = None if config.plan == "auto" else Run(on_rank_zero(enter), writes=rank() == 0)
     phase("build")
     started = time.perf_counter()
     builder = on_every_rank(lambda: batches(config, graph))
     preprocess_seconds = time.perf_counter() - started
+    predicted = None
+    if run is None:
+        phase("profile")
+        config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
+        run = Run(on_rank_zero(enter), writes=rank() == 0)
+    plan = _check_plan(config)
     learned = config.embedding == "learned"
     model_config = config.model_config(
         in_features=builder.num_rows if learned else graph.in_features,
@@ -195,6 +214,9 @@ def _fit(config: TrainConfig, plan: Plan, device: torch.device, graph: Graph, sp
         parameters=parameters,
         peak_memory_bytes=max(all_gather(_peak_memory_bytes(device))),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        measured_step_seconds=float(np.median(epochs.step_seconds)),
+        predicted_step_seconds=None if predicted is None else predicted.step_seconds,
+        predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
     )
     run.write_summary(asdict(summary))
     run.remove_checkpoints()
@@ -287,6 +309,7 @@ class _Epochs:
         self.epoch, self.batch = 0, 0  # the next batch, and its epoch
         self.steps: list[dict[str, Any]] = []  # of this epoch, as in metrics.jsonl
         self.history: list[dict[str, Any]] = []  # of the epochs before
+        self.step_seconds: list[float] = []  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
@@ -392,6 +415,7 @@ class _Epochs:
             }
         )
         self.run_folder.log(**self.steps[-1])
+        self.step_seconds.append(self.steps[-1]["step_seconds"] + stall_seconds)
         self.step += 1
 
 

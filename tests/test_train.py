@@ -137,7 +137,16 @@ BAD_RUNS = {
     "clip": (dict(clip_norm=0.0), ValueError, "clip_norm must be above 0"),
     "timeout": (dict(timeout=0.0), ValueError, "timeout must be above 0"),
     "steps": (dict(max_steps=0), ValueError, "max_steps must be at least 1"),
-    "plan": (dict(plan="auto"), ValueError, "plan must be pp,cp,dp, three numbers such as 1,2,3, got 'auto'"),
+    "plan": (dict(plan="fast"), ValueError, "plan must be pp,cp,dp, three numbers such as 1,2,3, got 'fast'"),
+    "half a plan": (dict(pp=2), ValueError, "pp is a part of --plan auto, got 2 beside --plan 1,1,1"),
+    "no memory": (dict(plan="auto", memory_gib=0.0), ValueError, "memory_gib must be above 0, got 0.0"),
+    "layers of an unknown plan": (
+        dict(plan="auto", stage_layers="1,1"), ValueError, "stage_layers and stages_per_rank must not be given with",
+    ),
+    "table of an unknown plan": (dict(plan="auto", embedding="learned"), ValueError, "expected --embedding features"),
+    "folder in use, plan to be found": (
+        lambda tmp_path: taken(tmp_path) | dict(plan="auto"), FileExistsError, "holds a run already",
+    ),
     "plan for more processes": (dict(plan="1,2,1"), ValueError, "= 2, got 1; start them with torchrun --nproc-per-nod"),
     "stage layers": (
         dict(plan="2,1,1", stage_layers="2"),
@@ -152,7 +161,7 @@ BAD_RUNS = {
     "sequence length": (dict(batching="cluster", sequence_nodes=100), ValueError, "multiple of 128, got 100"),
     "unwritable folder": (unwritable, OSError, "the run folder .* cannot be written: .*; pass another --out"),
     "folder in use": (taken, FileExistsError, "holds a run already; pass another --out, or remove it"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_RUNS)

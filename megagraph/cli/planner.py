@@ -13,7 +13,7 @@ from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
 from megagraph.planner.cost import CostModel, Workload, bench_rows
-from megagraph.planner.plan import Plan, ScheduleName
+from megagraph.planner.plan import ScheduleName
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
 from megagraph.planner.split import gib, paper_seconds
@@ -34,7 +34,15 @@ def profile(
     """
 
     def job() -> None:
-        measured = measure(config, seconds, cache)
+        from megagraph.auto import CACHE, measure
+        from megagraph.evaluate import as_graph, batches
+        from megagraph.train import choose_split
+
+        device = on_every_rank(config.torch_device)
+        graph = on_one_process_first(lambda: as_graph(None, config))
+        builder = on_every_rank(lambda: batches(config, graph))
+        nodes = choose_split(graph, config).train
+        measured = measure(config, graph, builder, nodes, device, seconds=seconds, cache=CACHE if cache else None)
         if rank() == 0:
             rows.write_text(json.dumps(measured, indent=1) + "\n")
             links = any(row["kind"] == "transfer" for row in measured)
@@ -43,34 +51,6 @@ def profile(
                 print("communication was not measured: this is one process; start it with torchrun to measure links")
 
     return Job(job)
-
-
-def measure(config: TrainConfig, seconds: float, cache: bool) -> list[dict[str, Any]]:
-    """Rows of this machine for what a configuration trains. Collective."""
-    from megagraph.evaluate import as_graph, batches, make_loader
-    from megagraph.planner.profile import profile as measure_rows
-    from megagraph.train import choose_split
-
-    device = on_every_rank(config.torch_device)
-    graph = on_one_process_first(lambda: as_graph(None, config))
-    builder = on_every_rank(lambda: batches(config, graph))
-    loader = make_loader(config, builder, choose_split(graph, config).train, shuffle=True)
-    batch = next(iter(loader.epoch(0)))
-    workload = Workload(
-        batch_sequences=config.batch_sequences,
-        num_nodes=batch.layout.num_nodes,
-        num_super=batch.layout.num_super,
-        num_targets=batch.labels.shape[1],
-        feature_rows=len(batch.features) / batch.batch_size,
-    )
-    model = config.model_config(
-        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
-    )
-    folder = Path.home() / ".cache" / "megagraph" if cache else None
-    stream = (batch for epoch in range(9) for batch in loader.epoch(epoch))  # an epoch may be one batch
-    return on_every_rank(
-        lambda: measure_rows(model, workload, device=device, batches=stream, budget_seconds=seconds, cache=folder)
-    )
 
 
 def fit(rows: tyro.conf.Positional[tuple[Path, ...]], /, out: Path = Path("cost.json")) -> Job:
@@ -203,18 +183,7 @@ def table(result: SearchResult, count: int = 10) -> str:
 
 
 def _line(name: str, candidate: Candidate) -> str:
-    return f"{name:>10} {candidate.step_seconds:>9.4g} s {gib(candidate.peak_bytes):>10}  {say(candidate.plan)}"
-
-
-def say(plan: Plan) -> str:
-    """A plan in a line."""
-    words = [f"pp {plan.pp}  cp {plan.cp}  dp {plan.dp}"]
-    if plan.pp > 1:
-        words.append(f"layers {','.join(map(str, plan.layers))}  K {plan.num_microbatches}  {plan.schedule}")
-    words += [name for name in ("checkpoint", "shard") if getattr(plan, name)]
-    if plan.cp > 1 and plan.comm != "ring":
-        words.append("allgather")
-    return "  ".join(words)
+    return f"{name:>10} {candidate.step_seconds:>9.4g} s {gib(candidate.peak_bytes):>10}  {candidate.plan}"
 
 
 def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
@@ -225,7 +194,7 @@ def explanation(cost: CostModel, workload: Workload, result: SearchResult, degre
     candidate = matching[0]
     plan, model = candidate.plan, cost.model
     assert model is not None
-    lines = [say(plan)]
+    lines = [str(plan)]
     if candidate.pruned is not None and not plan.layers:
         return f"{lines[0]}\n  pruned: {candidate.pruned}"
     terms = cost.explain(model, plan, workload)

@@ -96,6 +96,15 @@ class Plan:
             # every part of the split backward would compute the layer again
             raise ValueError("checkpoint must be false under schedule 'zero_bubble'; take '1f1b' or 'interleaved'")
 
+    def __str__(self) -> str:
+        words = [f"pp {self.pp}, cp {self.cp}, dp {self.dp}"]
+        if self.pp > 1:
+            layers = ",".join(map(str, self.layers)) or "even"
+            words += [f"layers {layers}", f"{self.num_microbatches} micro-batches", self.schedule]
+        words += [name for name in ("checkpoint", "shard") if getattr(self, name)]
+        words += ["allgather"] if self.cp > 1 and self.comm == "allgather" else []
+        return ", ".join(words)
+
     @property
     def world_size(self) -> int:
         """Processes."""

@@ -79,8 +79,11 @@ def profile(
     origin["world_size"] = dist.get_world_size() if dist.is_initialized() else 1
     origin["model"] = asdict(config)
     path = None if cache is None else cache / f"{_fingerprint(origin)}.json"
-    if path is not None and path.exists() and not dist.is_initialized():
-        return json.loads(path.read_text())
+    found = [json.loads(path.read_text()) if path is not None and path.exists() else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)
+    if found[0] is not None:
+        return found[0]
     started = time.perf_counter()
     rows = [
         *_communication(device),

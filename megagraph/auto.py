@@ -1,0 +1,115 @@
+"""``--plan auto``: measure the machine for a configuration, fit the cost model, and find the plan to train under."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megagraph.config import TrainConfig
+from megagraph.data.batch import ClusterBatches, EgoBatches
+from megagraph.data.datasets import Graph
+from megagraph.evaluate import make_loader
+from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
+from megagraph.planner.cost import Row, Workload, fit
+from megagraph.planner.profile import profile
+from megagraph.planner.search import Candidate, search
+
+CACHE = Path.home() / ".cache" / "megagraph"
+_FIXED = {"num_microbatches": "microbatches", "schedule": "schedule", "checkpoint": "checkpoint", "comm": "comm"}
+
+
+def measure(
+    config: TrainConfig,
+    graph: Graph,
+    builder: EgoBatches | ClusterBatches,
+    train_nodes: np.ndarray,
+    device: torch.device,
+    *,
+    seconds: float = 60.0,
+    cache: Path | None = CACHE,
+) -> list[dict[str, Any]]:
+    """Rows of this machine for what a configuration trains, the same on every rank. Collective.
+
+    Raises:
+        ValueError: the configuration has a learned embedding, whose table the cost model does not know.
+    """
+    if config.embedding == "learned":
+        raise ValueError("expected --embedding features: the cost model does not know the table of a learned embedding")
+    loader = make_loader(config, builder, train_nodes, shuffle=True)
+    batch = next(iter(loader.epoch(0)))
+    workload = Workload(
+        batch_sequences=config.batch_sequences,
+        num_nodes=batch.layout.num_nodes,
+        num_super=batch.layout.num_super,
+        num_targets=batch.labels.shape[1],
+        feature_rows=len(batch.features) / batch.batch_size,
+    )
+    model = config.model_config(
+        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+    )
+    stream = (batch for epoch in range(9) for batch in loader.epoch(epoch))  # an epoch may be one batch
+    return on_every_rank(
+        lambda: profile(model, workload, device=device, batches=stream, budget_seconds=seconds, cache=cache)
+    )
+
+
+def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> tuple[TrainConfig, Candidate]:
+    """The configuration with the plan of least step time in place of ``auto``, and what is predicted of it. Collective.
+
+    Fields of the layout that are not at their default, and pp, cp and dp where given, are kept.
+
+    Raises:
+        NoFeasiblePlan: nothing fits into the memory.
+    """
+    default = TrainConfig()
+    fixed = {name: getattr(config, name) for name in ("pp", "cp", "dp") if getattr(config, name) is not None}
+    for name, field in _FIXED.items():
+        if getattr(config, field) != getattr(default, field):
+            fixed[name] = getattr(config, field)
+    fixed["shard"] = config.shard
+    memory_bytes = default_memory_bytes(device) if config.memory_gib is None else config.memory_gib * 2**30
+
+    def find() -> Candidate:
+        cost = fit(rows)
+        model, workload = cost.profiled()
+        return search(cost, model, world_size(), memory_bytes, workload=workload, fixed=fixed).best
+
+    best = on_rank_zero(find)
+    plan = best.plan
+    if rank() == 0:
+        print(
+            f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {best.peak_bytes / 2**30:.2f} GiB a process",
+            file=sys.stderr,
+        )
+        for what in best.extrapolated:
+            print(f"  extrapolated: {what}", file=sys.stderr)
+    chosen = replace(
+        config,
+        plan=f"{plan.pp},{plan.cp},{plan.dp}",
+        pp=None,
+        cp=None,
+        dp=None,
+        memory_gib=None,
+        stage_layers=",".join(map(str, plan.layers)),
+        stages_per_rank=plan.stages_per_rank,
+        microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        checkpoint=plan.checkpoint,
+        comm=plan.comm,
+    )
+    return chosen, best
+
+
+def default_memory_bytes(device: torch.device) -> float:
+    """What a process may use where nobody says: a GPU's memory, or this machine's, shared by its processes."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

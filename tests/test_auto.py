@@ -1,0 +1,78 @@
+"""``--plan auto``: what is kept of the command line, and a run that measures, searches and trains."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph import auto
+from megagraph.data.datasets import synthetic_graph
+from tests.planner import synthetic
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows of a machine that is known, for a model of 8 layers."""
+    measured = synthetic.rows()
+    measured[0]["model"] = dict(in_features=32, num_classes=5, layers=8, dim=64, ffn_dim=64, bias="bucket", bias_size=8)
+    return measured
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"pp": 2},
+        {"cp": 2, "dp": 1},
+        {"schedule": "1f1b"},
+        {"microbatches": 8},
+        {"checkpoint": True},
+        {"shard": True},
+    ],
+    ids=str,
+)
+def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
+    monkeypatch.setattr(auto, "world_size", lambda: 4)
+    config = mg.TrainConfig(plan="auto", layers=8, memory_gib=64.0, **given)
+    chosen, best = auto.choose(config, rows, CPU)
+    assert chosen.parallel_plan() == best.plan and best.plan.world_size == 4
+    names = {"microbatches": "num_microbatches"}
+    assert all(getattr(best.plan, names.get(name, name)) == value for name, value in given.items())
+    cost = mg.planner.fit(rows)
+    fixed = {names.get(name, name): value for name, value in given.items()}
+    expected = mg.planner.search(cost, cost.model, 4, 64 * 2**30, fixed={"shard": False} | fixed).best
+    assert best == expected
+    assert f"plan: {best.plan}; predicted" in capsys.readouterr().err
+
+
+def test_nothing_fits(rows, monkeypatch):
+    monkeypatch.setattr(auto, "world_size", lambda: 4)
+    with pytest.raises(mg.planner.NoFeasiblePlan, match=r"no plan of 4 processes fits 0\.01 GiB"):
+        auto.choose(mg.TrainConfig(plan="auto", memory_gib=0.01), rows, CPU)
+
+
+def test_a_run_measures_searches_and_trains(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto, "measure", functools.partial(auto.measure, seconds=1.0, cache=tmp_path / "cache"))
+    graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16)
+    config = mg.TrainConfig(
+        plan="auto", layers=2, dim=16, ffn_dim=16, heads=4, batch_size=16, samples=2, sample_nodes=5, epochs=1,
+        max_steps=3, out=tmp_path / "run",
+    )  # fmt: skip
+    summary = mg.Trainer(config).fit(graph)
+    assert mg.Plan.load(tmp_path / "run" / "plan.json") == mg.Plan(layers=(2,))
+    written = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert written["predicted_step_seconds"] == summary.predicted_step_seconds > 0
+    assert written["measured_step_seconds"] > 0 and written["predicted_memory_bytes"] > 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["plan"] == "1,1,1"
+    (profile,) = (tmp_path / "cache").glob("*.json")
+    predicted = mg.planner.fit(json.loads(profile.read_text()))
+    model, _ = predicted.profiled()
+    assert mg.planner.search(predicted, model, 1, 2**40).best.step_seconds == pytest.approx(
+        summary.predicted_step_seconds
+    )
