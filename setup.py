@@ -32,6 +32,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "pytest-benchmark>=5",
             "hypothesis>=6.100",
             "ruff>=0.12",

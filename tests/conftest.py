@@ -19,6 +19,12 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "ranks" in item.function.__code__.co_names:  # one worker of xdist starts the processes of tests/ranks.py
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def data_root(request, tmp_path_factory) -> Path:
     """A writable copy of the raw data sets: PyG writes a processed/ folder beside each raw/."""

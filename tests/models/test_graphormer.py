@@ -11,6 +11,7 @@ import torch
 import megagraph as mg
 from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.structure import num_buckets
 from megagraph.train import loss_sum
 
 MAX_DEGREE = 4
@@ -28,7 +29,7 @@ def batch():
 
 CONFIG = mg.ModelConfig(
     in_features=12, num_classes=4, layers=3, dim=16, ffn_dim=24, heads=2, global_tokens=2, bias="bucket",
-    bias_size=2 * (3 + 2) + 1, max_degree=MAX_DEGREE,
+    bias_size=num_buckets(3), max_degree=MAX_DEGREE,
 )  # fmt: skip
 
 
