@@ -53,7 +53,7 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, imp
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if accumulate else torch.empty_like(x) for x in (q, k, v))
     d_learned = None
     if learned_grad and bias is not None:
-        d_learned = learned_gradient(bias.form, q, bias.learned, impl)
+        d_learned = learned_gradient(bias.form, q, bias.learned)
     for columns, segments in steps:
         k_block, v_block = (x if len(steps) == 1 else x[:, :, columns] for x in (k, v))
         dk_block, dv_block = dk, dv

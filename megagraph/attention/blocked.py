@@ -266,7 +266,8 @@ def attention_step_backward(
     """Add this step's share to dq, dk, dv and the gradient of the learned part of the bias.
 
     d_out [B, H, M, D]; lse, delta = sum(d_out * out) - d_lse: [B, H, M]; the accumulators are fp32 or fp64 and have
-    the shapes of q, k, v and ``step.learned``. ``d_learned`` None: not wanted.
+    the shapes of q, k, v and ``step.learned``. ``d_learned`` None: not wanted; a dense plane that no sequences and no
+    heads share is written instead.
     """
     compute = dq.dtype
     table, row_key = _masked_table(step, compute), _row_keys(step, q)
@@ -292,7 +293,7 @@ def attention_step_backward(
             _add(dq, tile.batch, tile.rows, _matmul(ds, k_t), step.scale)
             _add(dk, tile.batch, tile.keys, _matmul(ds.mT, q_t), step.scale)
             if d_learned is not None:
-                _add_bias_gradient(step, tile, _whole(ds, tile.batch), data, d_learned)
+                _add_bias_gradient(step, tile, _whole(ds, tile.batch), data, d_learned, planes=q.shape[:2])
 
 
 def _add(total: Tensor, batch: slice, rows: slice, share: Tensor, factor: float) -> None:
@@ -300,11 +301,16 @@ def _add(total: Tensor, batch: slice, rows: slice, share: Tensor, factor: float)
     total[batch, :, rows].add_(_whole(share, batch), alpha=factor)
 
 
-def _add_bias_gradient(step: Step, tile: _Tile, ds: Tensor, data: Tensor | None, d_learned: Tensor) -> None:
-    """Add one tile's share, from ds [b, H, m, n]."""
+def _add_bias_gradient(
+    step: Step, tile: _Tile, ds: Tensor, data: Tensor | None, d_learned: Tensor, *, planes: torch.Size
+) -> None:
+    """Add one tile's share, from ds [b, H, m, n]; ``planes``: sequences and heads of all tiles."""
     if data is None:
         region = _per_batch(d_learned, tile.batch)[:, :, tile.rows, tile.columns]
-        region += ds.sum_to_size(region.shape)
+        if d_learned.shape[:2] == planes:  # no other tile has a share in it
+            region.copy_(ds)
+        else:
+            region += ds.sum_to_size(region.shape)
     elif step.form == "projected":
         d_learned += torch.bmm(ds.flatten(2), data.mT).sum(dim=0)
     else:

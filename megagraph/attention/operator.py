@@ -309,7 +309,7 @@ def _attention_backward(
     dq, dk, dv = (torch.empty_like(x) if written else torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     d_learned = None
     if learned_grad and learned is not None:
-        d_learned = learned_gradient(form, q, learned, impl if written else "blocked")
+        d_learned = learned_gradient(form, q, learned)
     if k.shape[2]:
         step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
         gradients = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
@@ -364,10 +364,10 @@ def prepare(step: Step, q: Tensor, impl: str) -> Step:
     return replace(step, learned=pad_table(step.learned, state_dtype(q)))
 
 
-def learned_gradient(form: str, q: Tensor, learned: Tensor, impl: str) -> Tensor:
-    """Where the gradient of the learned part is summed: in lse's dtype, zeroed; the kernels write a dense plane that
-    no heads share once, in its own dtype."""
-    if impl.startswith("triton") and form == "dense" and learned.shape[:2] == q.shape[:2]:
+def learned_gradient(form: str, q: Tensor, learned: Tensor) -> Tensor:
+    """Where the gradient of the learned part is summed: in lse's dtype, zeroed; a dense plane that no heads share is
+    written once, in its own dtype."""
+    if form == "dense" and learned.shape[:2] == q.shape[:2]:
         return torch.empty_like(learned)
     return torch.zeros_like(learned, dtype=state_dtype(q))
 

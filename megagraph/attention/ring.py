@@ -421,7 +421,7 @@ def _ring_backward(
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rank.q, rank.k, rank.v))
         learned, d_learned = rank.step.learned, None
         if learned_grad and learned is not None:
-            d_learned = learned_gradient(rank.step.form, rank.q, learned, impl)
+            d_learned = learned_gradient(rank.step.form, rank.q, learned)
         own.append(_Gradients(dq, dk, dv, d_learned))
     ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
