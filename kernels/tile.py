@@ -185,8 +185,10 @@ def row_keys(x, b, h, rows):
         if x.row_ids is not None:
             global_rows = tl.load(x.row_ids + rows)
         key = tl.load(x.dropout_key + b).to(tl.uint32, bitcast=True)
-        return mix32(mix32(key ^ h.to(tl.uint32)) ^ global_rows.to(tl.uint32))
-    return global_rows.to(tl.uint32)  # never read
+        keys = mix32(mix32(key ^ h.to(tl.uint32)) ^ global_rows.to(tl.uint32))
+    else:
+        keys = global_rows.to(tl.uint32)  # never read
+    return keys
 
 
 @triton.jit
