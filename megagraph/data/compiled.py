@@ -11,6 +11,19 @@ from numba import njit
 
 
 @njit(cache=True, nogil=True)
+def _find(ascending, start, stop, value):
+    """Where ``value`` stands in ascending[start:stop], or -1."""
+    low, high = np.int64(start), np.int64(stop)
+    while low < high:
+        middle = (low + high) // 2
+        if ascending[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < stop and ascending[low] == value else np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
 def pagerank(sources, indptr, indices, alpha, epsilon, limit, place):
     """Forward push for each source; see ``Pagerank``.
 
@@ -160,17 +173,10 @@ def induce(sequences, indptr, indices, place):
                             size += 1
                 else:  # a hub: look the others up in its row
                     for j in range(n):
-                        other = sequences[b, j]
-                        low, high = start, stop
-                        while low < high:
-                            middle = (low + high) // 2
-                            if indices[middle] < other:
-                                low = middle + 1
-                            else:
-                                high = middle
-                        if low < stop and indices[low] == other:
+                        entry = _find(indices, start, stop, sequences[b, j])
+                        if entry >= 0:
                             columns[size] = j
-                            entries[size] = low
+                            entries[size] = entry
                             size += 1
             starts[b * n + i + 1] = size
         for j in range(n):
@@ -293,16 +299,8 @@ def look_up(starts, columns, values, rows, cols, out):
         for i in range(rows.shape[1]):
             for j in range(cols.shape[1]):
                 row, column = rows[b, i], cols[b, j]
-                low = high = np.int64(0)
+                entry = np.int64(-1)
                 if row >= 0 and column >= 0:
-                    low, high = starts[row], starts[row + 1]
-                stop = high
-                while low < high:
-                    middle = (low + high) // 2
-                    if columns[middle] < column:
-                        low = middle + 1
-                    else:
-                        high = middle
-                found = low < stop and columns[low] == column
+                    entry = _find(columns, starts[row], starts[row + 1], column)
                 for channel in range(values.shape[1]):
-                    out[b, channel, i, j] = values[low, channel] if found else 0.0
+                    out[b, channel, i, j] = values[entry, channel] if entry >= 0 else 0.0
