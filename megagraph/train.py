@@ -113,7 +113,9 @@ class Trainer:
         with process_group(config.timeout):
             check_equal("the configuration", config.shared_fields())
             if config.plan != "auto":
-                _check_plan(config)
+                config.parallel_plan().check(
+                    world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences
+                )
             elif (out := config.out) is not None:
                 on_rank_zero(lambda: Run.check_free(out))
             device = on_every_rank(config.torch_device)
@@ -125,12 +127,6 @@ class Trainer:
             split = on_every_rank(lambda: choose_split(graph, config))
             check_equal("the graph", _checksums(graph) | _checksums(split))
             return _fit(config, device, graph, split)
-
-
-def _check_plan(config: TrainConfig) -> Plan:
-    plan = config.parallel_plan()
-    plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
-    return plan
 
 
 def _fit(config: TrainConfig, device: torch.device, graph: Graph, split: Split) -> Summary:
@@ -147,7 +143,7 @@ def _fit(config: TrainConfig, device: torch.device, graph: Graph, split: Split) 
         phase("profile")
         config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
         run = Run(on_rank_zero(enter), writes=rank() == 0)
-    plan = _check_plan(config)
+    plan = config.parallel_plan()
     learned = config.embedding == "learned"
     model_config = config.model_config(
         in_features=builder.num_rows if learned else graph.in_features,
