@@ -55,7 +55,7 @@ def main(folder: Path, step: Step, child: bool = False) -> None:
 
 
 def _coarsen(folder: Path, step: Step) -> dict[str, object]:
-    from megagraph.data.coarsen import merge, partition, quality
+    from megagraph.data.coarsen import merge, partition, quality, quotient
     from megagraph.data.datasets import synthetic_graph
     from megagraph.data.store import open_store
 
@@ -69,7 +69,7 @@ def _coarsen(folder: Path, step: Step) -> dict[str, object]:
     clusters = partition(graph, CLUSTERS, step)
     partitioned = time.perf_counter()
     print(f"{step}: {partitioned - started:.1f} s, {quality(graph, clusters)}", file=sys.stderr, flush=True)
-    supers = merge(graph, clusters, SUPER_NODES)
+    supers = merge(clusters, quotient(graph, clusters), SUPER_NODES)
     merged = time.perf_counter()
     again = partition(graph, CLUSTERS, step)
     cached_seconds = time.perf_counter() - merged

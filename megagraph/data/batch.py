@@ -335,6 +335,7 @@ class ClusterBatches(_Builder):
 
     Args:
         clusters: [V] cluster of every node, from 0 on without gaps, none in two super nodes.
+        edges: between the clusters, their ``quotient``.
         together: the probability that the next cluster of a sequence is drawn among the neighbours of those in it, by
             the number of edges, and not among all.
     """
@@ -344,6 +345,7 @@ class ClusterBatches(_Builder):
         graph: Graph,
         coarsening: Coarsening,
         clusters: np.ndarray,
+        edges: sp.csr_array,
         structure: BiasChannels | DistanceBuckets,
         *,
         sequence_nodes: int = 1024,
@@ -358,7 +360,7 @@ class ClusterBatches(_Builder):
         self.sequence_nodes = self.num_regular + coarsening.num_parts + structure.global_tokens
         self.together = together
         self._members = np.split(np.argsort(clusters, kind="stable"), np.cumsum(np.bincount(clusters))[:-1])
-        self._edges = quotient(graph, clusters)
+        self._edges = edges
         self._parts = np.arange(coarsening.num_parts)
         size = np.bincount(coarsening.membership)[:, None]
         degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr))[:, None]
@@ -482,7 +484,8 @@ def prepare(
         if cluster_size < 1:
             raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
         clusters = partition(graph, -(-graph.num_nodes // cluster_size))
-        coarsening = coarsen(graph, merge(graph, clusters, num_super - global_tokens), strongest=_COARSE_EDGES)
+        edges = quotient(graph, clusters)
+        coarsening = coarsen(graph, merge(clusters, edges, num_super - global_tokens), strongest=_COARSE_EDGES)
     structure: BiasChannels | DistanceBuckets
     if bias == "projected":
         structure = BiasChannels(
@@ -494,4 +497,6 @@ def prepare(
         # samples of one target differ only if there are clearly more candidates than k
         pagerank = Pagerank(graph, max_candidates=max(128, 4 * k))
         return EgoBatches(graph, coarsening, pagerank, structure, k=k, num_samples=num_samples, num_super=num_super)
-    return ClusterBatches(graph, coarsening, clusters, structure, sequence_nodes=sequence_nodes, together=together)
+    return ClusterBatches(
+        graph, coarsening, clusters, edges, structure, sequence_nodes=sequence_nodes, together=together
+    )

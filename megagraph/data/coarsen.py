@@ -97,12 +97,16 @@ def _cache_path(graph: Graph, name: str) -> Path | None:
     return graph.store / "cache" / f"partition-{name}-{key}-v{_CACHE_VERSION}.npy"
 
 
-def merge(graph: Graph, clusters: np.ndarray, num_parts: int) -> np.ndarray:
-    """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between -> int32 [V]."""
+def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> np.ndarray:
+    """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between -> int32 [V].
+
+    Args:
+        edges: between the clusters, their ``quotient``.
+    """
     size = np.bincount(clusters)
     if len(size) <= num_parts:
         return clusters
-    between = quotient(graph, clusters)
+    between = edges.copy()
     between.setdiag(0)
     between.eliminate_zeros()
     return _metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))[clusters]
