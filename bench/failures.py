@@ -9,7 +9,9 @@ ever, raise an exception. `rank_seconds` is the time from the fault until the la
 before it kills a stopped process.
 
 Fixed: timeout 8 s, the last rank fails, 2 layers of width 16, the synthetic graph, 4 steps and an evaluation; `forward`
-and `backward` strike inside the second step's stage. Several runs share the machine.
+and `backward` strike inside the second step's stage. Several runs share the machine; a run is measured again if this
+program itself was held up for a second meanwhile (`held_up_seconds`), as the clock would then count what the machine
+did.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from bench.provenance import write_rows
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT, RANK_BOUND, LAUNCHER_BOUND, GIVE_UP = 8, 8 + 5, 8 + 40, 240
+HELD_UP, ATTEMPTS = 1.0, 5
 KINDS = ("kill", "raise", "hang", "stop")
 PHASES = ("start", "data", "build", "forward", "backward", "optimizer", "evaluation", "save", "teardown")
 PLANS = ("2,1,1", "1,2,1", "1,1,2")  # pp, cp, dp
@@ -60,12 +63,14 @@ def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
         launcher = start(kind, phase, plan, folder)
         deadline = time.monotonic() + GIVE_UP
         gone: dict[int, float] = {}
+        held_up, looked = 0.0, time.monotonic()
         while launcher.poll() is None and time.monotonic() < deadline:
             for rank in (0, 1):
                 log = folder / f"log-{rank}"
                 if rank not in gone and log.exists() and (text := log.read_text()) and not runs(int(text)):
                     gone[rank] = time.monotonic()
             time.sleep(0.02)
+            held_up, looked = max(held_up, time.monotonic() - looked), time.monotonic()
         ended = time.monotonic()
         hangs = launcher.poll() is None
         if hangs:
@@ -74,9 +79,10 @@ def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
                 os.kill(int((folder / f"log-{rank}").read_text()), 9)
         output = (folder / "output").read_text(errors="replace")
         row = {"kind": kind, "phase": phase, "plan": plan, "unit": "seconds", "timeout": TIMEOUT}
+        row |= {"held_up_seconds": round(held_up, 2)}
         fault = folder / "log-fault"
         if not fault.exists():
-            return row | {"error": None if kind == "none" else output[-1000:], "hangs": hangs}
+            return row | {"error": None if kind == "none" else output[-3000:], "hangs": hangs}
         struck = float(fault.read_text())
         alive = [0] if kind in ("kill", "stop") else [0, 1]
         causes = dict(re.findall(r"megagraph: rank (\d+) leaves, first cause: (.*)", output))
@@ -88,6 +94,14 @@ def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
             "silent_ranks": [rank for rank in alive if str(rank) not in causes],
             "causes": sorted(set(causes.values())),
         }
+
+
+def undisturbed(kind: str, phase: str, plan: str) -> dict[str, Any]:
+    for _ in range(ATTEMPTS):
+        row = case(kind, phase, plan)
+        if row["held_up_seconds"] < HELD_UP:
+            break
+    return row
 
 
 def holds(row: dict[str, Any]) -> bool:
@@ -109,13 +123,13 @@ def main(exits: int = 0, at_once: int = 3) -> None:
     cases = [("none", "none", PLANS[i % 3]) for i in range(exits)] or list(product(KINDS, PHASES, PLANS))
     rows = []
     with ThreadPoolExecutor(at_once) as pool:
-        for row in pool.map(lambda arguments: case(*arguments), cases):
+        for row in pool.map(lambda arguments: undisturbed(*arguments), cases):
             if not exits:
                 row["holds"] = holds(row)
             rows.append(row)
             if not exits:
                 write_rows("failures", rows)  # after each, as the table takes half an hour
-            print(" ".join(f"{key}={row[key]}" for key in row if key not in ("unit", "timeout")), flush=True)
+            print(" ".join(f"{k}={row[k]}" for k in row if k not in ("unit", "timeout", "held_up_seconds")), flush=True)
     if exits:
         hanging = sum(row["hangs"] for row in rows)
         print(f"{hanging} of {exits} runs did not end")

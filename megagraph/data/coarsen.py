@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -80,13 +82,39 @@ def _metis(
 ) -> np.ndarray:
     import pymetis
 
-    dtype = pymetis.zero_copy_dtype()
-    adjacency = pymetis.CSRAdjacency(indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False))
-    _, parts = pymetis.part_graph(
-        num_parts, adjacency=adjacency, vweights=sizes, eweights=edge_weights, options=pymetis.Options(seed=0)
-    )
+    def run() -> np.ndarray:
+        dtype = pymetis.zero_copy_dtype()
+        adjacency = pymetis.CSRAdjacency(indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False))
+        _, parts = pymetis.part_graph(
+            num_parts, adjacency=adjacency, vweights=sizes, eweights=edge_weights, options=pymetis.Options(seed=0)
+        )
+        return np.asarray(parts, np.int32)
+
     # METIS may leave parts empty, above all where there are hardly more nodes than parts
-    return np.unique(parts, return_inverse=True)[1].astype(np.int32)
+    return np.unique(_in_a_child(run), return_inverse=True)[1].astype(np.int32)
+
+
+def _in_a_child(run_metis: Callable[[], np.ndarray]) -> np.ndarray:
+    """What METIS finds in a copy of this process, whose memory is shared until it writes.
+
+    Here it would hold the GIL for as long as it takes, and a SIGTERM meanwhile, which it takes for an error of its own,
+    would make it deadlock or return parts of no meaning.
+    """
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: send.send(run_metis()), daemon=True)
+    child.start()
+    send.close()
+    try:
+        return receive.recv()
+    except EOFError:
+        child.join()
+        raise RuntimeError(
+            f"METIS ended with exit code {child.exitcode}, -9 where memory ran out; method 'propagation' takes less"
+        ) from None
+    finally:
+        receive.close()
+        child.join()
 
 
 def _cache_path(graph: Graph, name: str) -> Path | None:

@@ -8,6 +8,7 @@ cause is written once, so all ranks print the same one. The launcher ends what c
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -109,6 +110,8 @@ class Watch:
         frame = sys._current_frames()[self._main.ident or 0]
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
         self._print(self._agree(place, None))
+        for child in multiprocessing.active_children():
+            child.kill()
         os._exit(1)  # the main thread may wait for ever
 
     def _others_failed(self) -> bool:

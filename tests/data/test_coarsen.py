@@ -1,4 +1,9 @@
+import os
+import signal
+from unittest.mock import patch
+
 import numpy as np
+import pymetis
 import pytest
 
 from megagraph.data.coarsen import (
@@ -39,6 +44,15 @@ def test_coarse_graph_is_the_formula(graph, num_parts):
     scale = contracted.sum(axis=1) ** -0.5
     np.testing.assert_allclose(coarse.adjacency.toarray(), scale[:, None] * contracted * scale, rtol=1e-5)
     assert coarse.features.dtype == coarse.adjacency.dtype == np.float32
+
+
+def test_metis_that_is_killed_says_so(graph):
+    """It runs in a process of its own."""
+    with (
+        patch.object(pymetis, "part_graph", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)),
+        pytest.raises(RuntimeError, match="METIS ended with exit code -9, -9 where memory ran out; method 'propag"),
+    ):
+        partition(graph, 40)
 
 
 def test_no_more_parts_than_nodes_is_fine():

@@ -37,6 +37,8 @@ def strike() -> None:
 def enter(self, name, step=None):
     original_enter(self, name, step)
     entered[name] = entered.get(name, 0) + 1
+    if FAULTY:
+        self.store.wait([f"phase/{rank}" for rank in range(self.world_size)])  # who has not begun cannot speak
     if FAULTY and name == PHASE and entered[name] == (2 if step is not None or name == "optimizer" else 1):
         strike()
 
