@@ -1,6 +1,6 @@
 """How long a run outlives a rank that fails, and what it says: every kind of fault in every phase, over three layouts.
 
-    python -m bench.failures                # kill, stop, hang and raise: the table
+    python -m bench.failures                # kill, stop, hang and raise: the table, goes on where it was stopped
     python -m bench.failures --exits 100    # runs without a fault: how many of them do not end?
 
 One rank of two fails (`tests/parallel/faulty.py`): kill is SIGKILL, stop SIGSTOP, hang a main thread that sleeps for
@@ -16,6 +16,7 @@ did.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,8 @@ from typing import Any
 
 import tyro
 
-from bench.provenance import write_rows
+from bench.provenance import RESULTS, write_rows
+from megagraph.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT, RANK_BOUND, LAUNCHER_BOUND, GIVE_UP = 8, 8 + 5, 8 + 40, 240
@@ -82,7 +84,8 @@ def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
         row |= {"held_up_seconds": round(held_up, 2)}
         fault = folder / "log-fault"
         if not fault.exists():
-            return row | {"error": None if kind == "none" else output[-3000:], "hangs": hangs}
+            ended_well = kind == "none" and launcher.returncode == 0
+            return row | {"error": None if ended_well else output[-3000:], "hangs": hangs}
         struck = float(fault.read_text())
         alive = [0] if kind in ("kill", "stop") else [0, 1]
         causes = dict(re.findall(r"megagraph: rank (\d+) leaves, first cause: (.*)", output))
@@ -118,24 +121,28 @@ def holds(row: dict[str, Any]) -> bool:
     )
 
 
-def main(exits: int = 0, at_once: int = 3) -> None:
-    """Measure; ``--exits N`` counts normal exits instead."""
-    cases = [("none", "none", PLANS[i % 3]) for i in range(exits)] or list(product(KINDS, PHASES, PLANS))
-    rows = []
+def main(exits: int = 0, at_once: int = 3, at_most: int | None = None) -> None:
+    """Measure ``at_most`` of the cases without a row of this commit; ``--exits N`` counts normal exits instead."""
+    if exits:
+        with ThreadPoolExecutor(at_once) as pool:
+            ended = list(pool.map(lambda i: undisturbed("none", "none", PLANS[i % len(PLANS)]), range(exits)))
+        failed = [row for row in ended if row["error"] is not None]
+        hanging = sum(row["hangs"] for row in ended)
+        print(*(row["error"] for row in failed), sep="\n")
+        print(f"{hanging} of {exits} runs did not end, {len(failed)} failed")
+        row = {"runs": exits, "hanging": hanging, "failed": len(failed), "unit": "runs", "at_once": at_once}
+        write_rows("exits", [row])
+        return
+    path, commit = RESULTS / "cpu" / "failures.json", provenance()["commit"]
+    rows = [row for row in json.loads(path.read_text()) if row["commit"] == commit] if path.exists() else []
+    done = {(row["kind"], row["phase"], row["plan"]) for row in rows}
+    cases = [case for case in product(KINDS, PHASES, PLANS) if case not in done][:at_most]
     with ThreadPoolExecutor(at_once) as pool:
         for row in pool.map(lambda arguments: undisturbed(*arguments), cases):
-            if not exits:
-                row["holds"] = holds(row)
-            rows.append(row)
-            if not exits:
-                write_rows("failures", rows)  # after each, as the table takes half an hour
-            print(" ".join(f"{k}={row[k]}" for k in row if k not in ("unit", "timeout", "held_up_seconds")), flush=True)
-    if exits:
-        hanging = sum(row["hangs"] for row in rows)
-        print(f"{hanging} of {exits} runs did not end")
-        write_rows("exits", [{"runs": exits, "hanging": hanging, "unit": "runs", "at_once": at_once}])
-    else:
-        print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
+            rows.append(row | {"holds": holds(row)})
+            write_rows("failures", rows, folder="cpu")  # after each, as the table takes half an hour
+            print(" ".join(f"{k}={v}" for k, v in rows[-1].items() if k not in ("unit", "timeout")), flush=True)
+    print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
 
 
 if __name__ == "__main__":
