@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ import torch
 
 import megagraph as mg
 from megagraph.checkpoint import Checkpoints
+from megagraph.data.store import write_store
 from tests import ranks
 from tests.checkpoint_cases import CHAINS, config, graph, outcome, save_until_killed, small_state, stop_at, values
 
@@ -215,6 +220,25 @@ def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
     _, expected = uninterrupted(tmp_path, embedding=embedding)
     result = ranks.results(world_size, only="resume")[0]
     assert_same_results(result[f"resume {embedding}"], expected)
+
+
+def test_a_run_goes_on_in_two_processes_and_in_one_again(tmp_path):
+    """From the command line; one of the two is killed when the first epoch has been trained."""
+    _, expected = uninterrupted(tmp_path)
+    write_store(graph(), tmp_path / "store")
+    run = tmp_path / "run"
+    with stop_at(3):
+        mg.Trainer(config(run, dataset=str(tmp_path / "store"))).fit()
+    faulty = Path(__file__).parent / "parallel" / "faulty.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", faulty]
+    command += ["kill", "evaluation", "1", tmp_path / "log", "train", "--resume", run, "--plan", "1,2,1"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert killed.returncode != 0 and (tmp_path / "log-fault").exists(), killed.stderr
+    assert f"resumed from {run / 'checkpoints' / 'step-000002'}: epoch 0, batch 2" in killed.stderr
+    assert (run / "checkpoints" / "latest").read_text() == "step-000006"
+    mg.Trainer.resume(run, plan="1,1,1").fit()
+    assert_same_results(outcome(run), expected)
 
 
 def finished(run):
