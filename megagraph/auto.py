@@ -17,7 +17,8 @@ from megagraph.data.batch import ClusterBatches, EgoBatches
 from megagraph.data.datasets import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
-from megagraph.planner.cost import Row, Workload, fit
+from megagraph.planner.cost import Workload
+from megagraph.planner.fitting import Row, fit
 from megagraph.planner.profile import profile
 from megagraph.planner.search import Candidate, search
 

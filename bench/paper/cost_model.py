@@ -31,7 +31,7 @@ from tqdm import tqdm
 from bench.provenance import RESULTS, provenance
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.cost import (
+from megagraph.planner.fitting import (
     fit,
     fit_memory,
     fit_seconds,

@@ -12,7 +12,8 @@ import tyro
 from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
-from megagraph.planner.cost import CostModel, Workload, bench_rows
+from megagraph.planner.cost import CostModel, Workload
+from megagraph.planner.fitting import bench_rows
 from megagraph.planner.plan import ScheduleName
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
@@ -62,7 +63,7 @@ def fit(rows: tyro.conf.Positional[tuple[Path, ...]], /, out: Path = Path("cost.
     """
 
     def job() -> None:
-        from megagraph.planner.cost import fit as fit_rows
+        from megagraph.planner.fitting import fit as fit_rows
 
         cost = fit_rows(read_rows(rows))
         cost.save(out)

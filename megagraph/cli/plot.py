@@ -9,7 +9,8 @@ import tyro
 
 from megagraph.cli.job import Job
 from megagraph.cli.planner import read_rows, run_search
-from megagraph.planner.cost import CostModel, check_rows
+from megagraph.planner.cost import CostModel
+from megagraph.planner.fitting import check_rows
 from megagraph.planner.plan import Plan
 
 

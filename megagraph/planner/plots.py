@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from megagraph.models.config import ModelConfig
-from megagraph.planner.cost import (
+from megagraph.planner.cost import CostModel, Workload
+from megagraph.planner.fitting import (
     COMPUTED,
-    CostModel,
     Row,
-    Workload,
     fit_memory,
     fit_seconds,
     held_out_third,

@@ -5,15 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from megagraph.planner.cost import (
-    _dot,
-    _known_bytes,
-    _row_kept,
-    all_reduce_terms,
-    row_config,
-    row_terms,
-    workspace_terms,
-)
+from megagraph.planner.cost import all_reduce_terms, dot, workspace_terms
+from megagraph.planner.fitting import _known_bytes, _row_kept, row_config, row_terms
 
 FORWARD = {
     "layer.call": 1e-4, "layer.product": 5e-11, "layer.element": 2e-9, "layer.ffn_element": 3e-9,
@@ -57,16 +50,16 @@ def rows() -> list[dict[str, Any]]:
         row |= dict(device="paper", unit="s")
         if row["kind"] in ("transfer", "all_reduce"):
             sent = {"transfer.call": 1.0, "transfer.byte": row["bytes"]}
-            row["seconds"] = _dot(
+            row["seconds"] = dot(
                 LINK, sent if row["kind"] == "transfer" else all_reduce_terms(row["bytes"], row["ranks"])
             )
         elif row["kind"] == "memory":
-            kept = _dot(MEMORY, _row_kept(row)) + 4.0 * row["sequences"] * row["rows"] * row["dim"]
-            work = _dot(MEMORY, workspace_terms(row["sequences"], row["rows"], row_config(row)))
+            kept = dot(MEMORY, _row_kept(row)) + 4.0 * row["sequences"] * row["rows"] * row["dim"]
+            work = dot(MEMORY, workspace_terms(row["sequences"], row["rows"], row_config(row)))
             parameters = (_known_bytes(row | dict(feature_rows=0, rows=0))) / 3
             row |= dict(kept_bytes=kept, peak_bytes=_known_bytes(row) + max(kept, parameters) + work)
         elif row["kind"] != "stall":
             coefficients = BACKWARD if row.get("direction") == "backward" else FORWARD
-            row["seconds"] = _dot(coefficients, row_terms(row))
+            row["seconds"] = dot(coefficients, row_terms(row))
     made[0]["workload"] = WORKLOAD
     return made

@@ -6,11 +6,13 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import megagraph as mg
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.cost import Break, _layered, attention_terms, layer_terms, stage_parameters
+from megagraph.planner.cost import Break, attention_terms, layer_terms, stage_parameters
+from megagraph.planner.fitting import _layered
 from megagraph.planner.split import gpipe_seconds
 from tests.planner import synthetic
 
@@ -42,7 +44,7 @@ def test_a_break_is_found_where_there_is_one():
         if row["kind"] == "layers":
             row["layers"] *= 4
             coefficients = synthetic.BACKWARD if row["direction"] == "backward" else synthetic.FORWARD
-            row["seconds"] = synthetic._dot(coefficients, synthetic.row_terms(row, broken))
+            row["seconds"] = synthetic.dot(coefficients, synthetic.row_terms(row, broken))
     found = mg.planner.fit(rows)
     assert found.broken is not None
     without = mg.planner.fit([row for row in synthetic.rows()])
@@ -72,7 +74,7 @@ def test_one_device_is_the_sum_of_its_terms(cost):
         )
         terms |= {"embedding.call": 1, "embedding.product": m * rows * 32 * 64, "embedding.element": m * rows * 64}
         terms |= {"head.call": 1, "head.product": m * 512 * 64 * 5}
-        seconds += synthetic._dot(coefficients, terms)
+        seconds += synthetic.dot(coefficients, terms)
     seconds += 1e-5 + 1e-9 * stage_parameters(CONFIG, 8, True, True)
     assert cost.step_seconds(CONFIG, mg.Plan()) == pytest.approx(seconds)
     assert sum(cost.explain(CONFIG, mg.Plan()).values()) == pytest.approx(seconds)
@@ -99,9 +101,7 @@ def test_memory_by_schedule(cost):
     assert all(x > 0 for x in more) and more == sorted(more)  # 4, 5, 6, 7 micro-batches fewer in flight
     # at a fixed batch GPipe keeps the same, whatever K; the workspace and what waits to be sent differ
     parts = [
-        cost.stage_memory(
-            CONFIG, replace(gpipe, num_microbatches=num), cost.workload, mg.planner.cost.np.full((4, 1), 2.0)
-        )
+        cost.stage_memory(CONFIG, replace(gpipe, num_microbatches=num), cost.workload, np.full((4, 1), 2.0))
         for num in (2, 8)
     ]
     assert parts[0]["activations"] == pytest.approx(parts[1]["activations"])

@@ -11,7 +11,7 @@ import torch
 
 import megagraph as mg
 from megagraph.cli import main
-from megagraph.planner.cost import FIELDS, bench_rows, check_rows
+from megagraph.planner.fitting import FIELDS, bench_rows, check_rows
 from megagraph.planner.profile import design, profile
 from tests.planner import synthetic
 

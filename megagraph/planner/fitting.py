@@ -1,0 +1,415 @@
+"""Coefficients of the cost model, from rows of what was measured, and how far off they are on rows held out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megagraph.models.config import ModelConfig
+from megagraph.planner.cost import (
+    Break,
+    CostModel,
+    Terms,
+    Workload,
+    all_reduce_terms,
+    attention_terms,
+    check_number,
+    dot,
+    embedding_terms,
+    head_terms,
+    kept_terms,
+    layer_terms,
+    optimizer_terms,
+    stage_parameters,
+    workspace_terms,
+)
+
+Row = Mapping[str, Any]
+
+_SHAPE = ("layers", "sequences", "rows", "columns", "dim", "ffn_dim", "heads", "bias", "bias_size", "targets")
+FIELDS = {
+    "layers": (*_SHAPE, "direction", "seconds"),
+    "model": (*_SHAPE, "in_features", "num_classes", "feature_rows", "direction", "seconds"),
+    "embedding": ("sequences", "rows", "dim", "in_features", "feature_rows", "direction", "seconds"),
+    "head": ("sequences", "dim", "num_classes", "targets", "direction", "seconds"),
+    "attention": ("sequences", "rows", "columns", "dim", "heads", "bias", "bias_size", "direction", "seconds"),
+    "ring": (
+        "sequences", "num_nodes", "num_super", "ranks", "dim", "heads", "bias", "bias_size", "direction", "seconds",
+    ),
+    "optimizer": ("parameters", "seconds"),
+    "transfer": ("bytes", "link", "seconds"),
+    "all_reduce": ("bytes", "ranks", "link", "seconds"),
+    "stall": ("seconds",),
+    "memory": (
+        *_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "kept_bytes", "peak_bytes",
+    ),
+}  # fmt: skip
+"""Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
+``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages."""
+
+COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
+
+
+# ---- rows
+
+
+def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The rows, if each has its fields and sensible numbers, all of one device.
+
+    Raises:
+        ValueError: names the row and field, expected and got.
+    """
+    checked = []
+    devices = set()
+    for index, row in enumerate(rows):
+        kind = row.get("kind") if isinstance(row, Mapping) else None
+        if kind not in FIELDS:
+            raise ValueError(f"row {index} must have a kind of {sorted(FIELDS)}, got {kind!r}")
+        for name in FIELDS[kind]:
+            if name not in row:
+                raise ValueError(f"row {index} ({kind}) must have the fields {list(FIELDS[kind])}, lacks {name!r}")
+            value = row[name]
+            if name in ("bias", "direction", "link") or (name == "targets" and value is None):
+                continue
+            check_number(f"row {index} ({kind}): {name}", value)
+        if "direction" in FIELDS[kind] and row["direction"] not in ("forward", "backward", "forward_backward"):
+            raise ValueError(
+                f"row {index} ({kind}): direction must be forward, backward or forward_backward, "
+                f"got {row['direction']!r}"
+            )
+        checked.append(dict(row))
+        devices.add(row.get("device"))
+    if not checked:
+        raise ValueError("expected rows to fit, got none; run megagraph profile")
+    if len(devices) > 1:
+        raise ValueError(
+            f"rows must come from one device, got {sorted(map(str, devices))}; fit a model for each of them"
+        )
+    return checked
+
+
+def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the benches of attention as rows of this model, those of peers left out; other rows as they are."""
+    made = []
+    for row in rows:
+        if not isinstance(row, dict) or "kind" in row or "contender" not in row:
+            made.append(row)
+            continue
+        ours = str(row["contender"]).startswith("megagraph") and row.get("median") is not None
+        if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") == "float32":
+            made.append(
+                {
+                    "kind": "attention",
+                    "sequences": row["B"],
+                    "rows": row["M"],
+                    "columns": row["N"],
+                    "dim": row["H"] * row["D"],
+                    "heads": row["H"],
+                    "bias": row["form"],
+                    "bias_size": 4 if row["form"] == "projected" else 32,
+                    "direction": row["direction"],
+                    "seconds": row["median"],
+                    "unit": row["unit"],
+                    "device": row["device"],
+                    "torch": row["torch"],
+                    "commit": row["commit"],
+                }
+            )
+    return made
+
+
+def row_config(row: Row) -> ModelConfig:
+    """The sizes of a model that a row's terms ask for."""
+    return ModelConfig(
+        in_features=row.get("in_features", 1),
+        num_classes=row.get("num_classes", 1),
+        layers=max(int(row.get("layers", 1)), 1),
+        dim=row["dim"],
+        ffn_dim=row.get("ffn_dim", row["dim"]),
+        heads=row["heads"],
+        global_tokens=row.get("global_tokens", 0),
+        bias=row["bias"] if row["bias"] == "projected" else "bucket",
+        bias_size=max(int(row["bias_size"]), 1),
+    )
+
+
+def row_terms(row: Row, broken: Break | None = None) -> Terms:
+    """The terms of the seconds of a row."""
+    kind = row["kind"]
+    if kind == "optimizer":
+        return optimizer_terms(row["parameters"])
+    if kind == "embedding":
+        return embedding_terms(row["sequences"], row["rows"], row["dim"], row["in_features"], row["feature_rows"])
+    if kind == "head":
+        return head_terms(row["sequences"], row["targets"], row["dim"], row["num_classes"])
+    m, config = row["sequences"], row_config(row)
+    if kind == "ring":
+        block = math.ceil(row["num_nodes"] / row["ranks"])
+        rows = block + row["num_super"]
+        local, visit = (attention_terms(m, rows, keys, config, ring=True) for keys in (rows, block))
+        return {name: row["ranks"] * (x + (row["ranks"] - 1) * visit[name]) for name, x in local.items()}
+    rows, columns = row["rows"], row["columns"]
+    if kind == "attention":
+        return attention_terms(m, rows, columns, config, ring=False)
+    targets = rows if row["targets"] is None else row["targets"]
+    layers = row["layers"] - 1.0
+    if broken is not None:
+        layers = broken.effective(row["layers"], m * rows * config.dim) - 1
+    terms = _layered(
+        layers,
+        *(
+            layer_terms(m, rows, queries, config) | attention_terms(m, queries, columns, config, ring=False)
+            for queries in (rows, targets)
+        ),
+    )
+    if kind == "model":
+        terms |= embedding_terms(m, rows, config.dim, config.in_features, row["feature_rows"])
+        terms |= head_terms(m, targets, config.dim, config.num_classes)
+    return terms
+
+
+# ---- the fit
+
+
+def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
+    """A cost model from rows of ``megagraph profile``, of a bench, or of both; see ``FIELDS`` for what a row holds.
+
+    Raises:
+        ValueError: no rows, rows of several devices, a field that is missing, a number that is NaN or negative.
+    """
+    checked = check_rows(rows)
+    given = next((Workload(**row["workload"]) for row in checked if "workload" in row), None)
+    computed = [row for row in checked if row["kind"] in COMPUTED]
+    memory_rows = [row for row in checked if row["kind"] == "memory"]
+    train, test = held_out_third(computed)
+    broken = _find_break(train, test)
+    held_out: dict[str, float] = {}
+    if test and train:
+        held_out |= time_errors(fit_seconds(train, broken), test, broken)
+    seen, unseen = held_out_third(memory_rows)
+    if seen and unseen:
+        fitted = fit_memory(seen)
+        predicted = [predict_peak(fitted, row) for row in unseen]
+        measured = [row["peak_bytes"] for row in unseen]
+        held_out |= {"memory_mape": mape(predicted, measured), "memory_r2": r_squared(predicted, measured)}
+    stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
+    origin: dict[str, str] = {
+        name: str(checked[0][name])
+        for name in ("device", "device_type", "torch", "python", "commit", "ranks_per_node")
+        if name in checked[0]
+    }
+    return CostModel(
+        origin=origin,
+        seconds=fit_seconds(computed, broken),
+        links=_fit_links(checked),
+        memory=fit_memory(memory_rows),
+        stall_seconds=float(np.median(stalls)) if stalls else 0.0,
+        ranges=_ranges(checked),
+        held_out=held_out,
+        broken=broken,
+        workload=workload or given,
+        model=next((ModelConfig(**row["model"]) for row in checked if "model" in row), None),
+        paper=fit_paper(memory_rows),
+    )
+
+
+def held_out_third(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Two thirds to fit and a random third (seed 0) to judge."""
+    shuffled = np.random.default_rng(0).permutation(len(rows))
+    third = set(shuffled[: len(rows) // 3].tolist())
+    return [row for i, row in enumerate(rows) if i not in third], [row for i, row in enumerate(rows) if i in third]
+
+
+def time_errors(seconds: dict[str, dict[str, float]], rows: Sequence[Row], broken: Break | None) -> dict[str, float]:
+    """MAPE, and R^2 of log time, on rows."""
+    predicted = [predict_seconds(seconds, row, broken) for row in rows]
+    measured = [row["seconds"] for row in rows]
+    logs = [np.log(np.maximum(values, 1e-12)) for values in (predicted, measured)]
+    return {"time_mape": mape(predicted, measured), "time_r2_log": r_squared(*logs)}
+
+
+def predict_seconds(seconds: Mapping[str, Mapping[str, float]], row: Row, broken: Break | None = None) -> float:
+    """Seconds of what a row measured."""
+    terms = row_terms(row, broken)
+    return sum(dot(seconds.get(way, {}), terms) for way in _ways(row))
+
+
+def predict_peak(memory: Mapping[str, float], row: Row) -> float:
+    """Peak bytes of a training step on one device, of what a memory row measured."""
+    kept = dot(memory, _row_kept(row)) + 4.0 * row["sequences"] * row["rows"] * row["dim"]
+    parameters = 4.0 * stage_parameters(row_config(row), int(row["layers"]), True, True)
+    peak = max(kept, parameters)
+    return _known_bytes(row) + peak + dot(memory, workspace_terms(row["sequences"], row["rows"], row_config(row)))
+
+
+def mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Mean of |predicted - measured| / measured."""
+    a, b = np.asarray(predicted, float), np.asarray(measured, float)
+    return float(np.mean(np.abs(a - b) / b))
+
+
+def r_squared(predicted: Any, measured: Any) -> float:
+    """1 - residual variance / variance."""
+    a, b = np.asarray(predicted, float), np.asarray(measured, float)
+    spread = float(((b - b.mean()) ** 2).sum())
+    return 1.0 - float(((a - b) ** 2).sum()) / spread if spread else float("nan")
+
+
+def _ways(row: Row) -> tuple[str, ...]:
+    way = row.get("direction", "forward")
+    return ("forward", "backward") if way == "forward_backward" else (way,)
+
+
+def fit_seconds(rows: Sequence[Row], broken: Break | None) -> dict[str, dict[str, float]]:
+    """Coefficients of both directions at once: a row that timed both has the terms of both."""
+    flat = _least_squares(
+        [{(way, name): x for way in _ways(row) for name, x in row_terms(row, broken).items()} for row in rows],
+        [row["seconds"] for row in rows],
+    )
+    seconds: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    for (way, name), value in flat.items():
+        seconds[way][name] = value
+    return seconds
+
+
+def _least_squares(terms: Sequence[Mapping[Any, float]], values: Sequence[float]) -> dict[Any, float]:
+    """Non-negative coefficients of least relative error."""
+    if not values:
+        return {}
+    from scipy.optimize import nnls  # half a second to import, which a search does not need
+
+    names = sorted({name for row in terms for name in row})
+    matrix = np.array([[row.get(name, 0.0) for name in names] for row in terms], dtype=float)
+    weights = 1.0 / np.maximum(np.asarray(values, float), 1e-12)
+    matrix *= weights[:, None]
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    solution, _ = nnls(matrix / scale, np.ones(len(values)), maxiter=30 * matrix.shape[1])
+    return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
+
+
+def _find_break(train: Sequence[Row], test: Sequence[Row]) -> Break | None:
+    """The break that lowers the held-out error by at least a twentieth, or none."""
+    deep = [row for row in train if row["kind"] in ("layers", "model")]
+    if len({row["layers"] for row in deep}) < 3 or not test:
+        return None
+    volumes = [row["layers"] * row["sequences"] * row["rows"] * row["dim"] for row in deep]
+    plain = time_errors(fit_seconds(train, None), test, None)["time_mape"]
+    best, least = None, plain * 0.95
+    for constant in np.quantile(volumes, (0.25, 0.5, 0.75)):
+        for gamma in (1.1, 1.25, 1.5, 2.0):
+            broken = Break(float(constant), gamma)
+            error = time_errors(fit_seconds(train, broken), test, broken)["time_mape"]
+            if error < least:
+                best, least = broken, error
+    return best
+
+
+def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    links: dict[str, dict[str, float]] = {}
+    for link in {row["link"] for row in rows if "link" in row}:
+        own = [row for row in rows if row.get("link") == link]
+        sent = [row for row in own if row["kind"] == "transfer"]
+        reduced = [row for row in own if row["kind"] == "all_reduce"]
+        links[link] = _least_squares(
+            [{"transfer.call": 1.0, "transfer.byte": float(row["bytes"])} for row in sent],
+            [row["seconds"] for row in sent],
+        ) | _least_squares(
+            [all_reduce_terms(row["bytes"], row["ranks"]) for row in reduced], [row["seconds"] for row in reduced]
+        )
+    return links
+
+
+def _row_kept(row: Row) -> Terms:
+    m, rows, columns, config = row["sequences"], row["rows"], row["columns"], row_config(row)
+    targets = rows if row["targets"] is None else row["targets"]
+    return _layered(row["layers"] - 1, *(kept_terms(m, rows, queries, columns, config) for queries in (rows, targets)))
+
+
+def _layered(layers: float, layer: Terms, last: Terms) -> Terms:
+    """The terms of some layers and of the model's last one, which computes the rows of its targets only."""
+    return {name: layers * value + last[name] for name, value in layer.items()}
+
+
+def _known_bytes(row: Row) -> float:
+    """What needs no fit: parameters and their two moments, the batch's data."""
+    config = row_config(row)
+    pair_bytes = 1 if row["bias"] == "bucket" else 4 * row["bias_size"]
+    data = row["sequences"] * row["rows"] * row["columns"] * pair_bytes + 4 * row["feature_rows"] * row["in_features"]
+    return 12.0 * stage_parameters(config, int(row["layers"]), True, True) + data
+
+
+def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
+    """What layers keep from what was kept; the workspace from what the peak has on top."""
+    embedded = [4.0 * row["sequences"] * row["rows"] * row["dim"] for row in rows]
+    memory: dict[str, float] = _least_squares(
+        [_row_kept(row) for row in rows],
+        [max(row["kept_bytes"] - known, 1.0) for row, known in zip(rows, embedded, strict=True)],
+    )
+    full = [row for row in rows if row["kept_bytes"] > 4 * stage_parameters(row_config(row), row["layers"], True, True)]
+    over = [predict_peak(memory, row) for row in full]
+    left = [(row, row["peak_bytes"] - known) for row, known in zip(full, over, strict=True)]
+    if left:
+        memory |= _workspace(left)
+    return memory
+
+
+def _workspace(left: Sequence[tuple[Row, float]]) -> dict[str, float]:
+    """Non-negative, and weighed by the whole peak: a workspace that is small beside it does not matter."""
+    from scipy.optimize import nnls
+
+    names = ["workspace.fixed", "workspace.element", "workspace.ffn_element"]
+    terms = [workspace_terms(row["sequences"], row["rows"], row_config(row)) for row, _ in left]
+    weights = np.array([1.0 / row["peak_bytes"] for row, _ in left])
+    matrix = np.array([[row[name] for name in names] for row in terms]) * weights[:, None]
+    scale = np.linalg.norm(matrix, axis=0)
+    solution, _ = nnls(matrix / scale, np.array([value for _, value in left]) * weights)
+    return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
+
+
+def fit_paper(rows: Sequence[Row]) -> dict[str, float]:
+    """Held-out error of the paper's own memory form, fitted to the same rows: c_fp, c_mlp, c_attn, c_bias, c_feat.
+
+    M = c_fp * parameters + l b S (c_mlp d + c_attn h N) + b S (c_bias l N + c_feat d_in), nothing on top.
+    """
+    if len(rows) < 6:
+        return {}
+
+    def terms(row: Row) -> Terms:
+        tokens = row["sequences"] * row["rows"]
+        d, ffn = row["dim"], row["ffn_dim"]
+        extra = d * (row["in_features"] + row["num_classes"])
+        return {
+            "c_fp": row["layers"] * (4 * d * d + 2 * d * ffn) + extra,
+            "c_mlp": row["layers"] * tokens * d,
+            "c_attn": row["layers"] * tokens * row["heads"] * row["columns"],
+            "c_bias": row["layers"] * tokens * row["columns"],
+            "c_feat": tokens * row["in_features"],
+        }
+
+    seen, unseen = held_out_third(rows)
+    coefficients = _least_squares([terms(row) for row in seen], [row["peak_bytes"] for row in seen])
+    predicted = [dot(coefficients, terms(row)) for row in unseen]
+    measured = [row["peak_bytes"] for row in unseen]
+    return coefficients | {"memory_mape": mape(predicted, measured), "memory_r2": r_squared(predicted, measured)}
+
+
+def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if row["kind"] == "ring":
+            block = math.ceil(row["num_nodes"] / row["ranks"]) + row["num_super"]
+            values.setdefault("tokens", []).append(row["sequences"] * block)
+        elif row["kind"] in ("layers", "model", "attention"):
+            values.setdefault("tokens", []).append(row["sequences"] * row["rows"])
+            for name in ("columns", "dim", "ffn_dim", "heads"):
+                if name in row:
+                    values.setdefault(name, []).append(row[name])
+        elif row["kind"] == "transfer":
+            values.setdefault("transfer bytes", []).append(row["bytes"])
+        elif row["kind"] == "all_reduce":
+            values.setdefault("all-reduce ranks", []).append(row["ranks"])
+    return {name: (float(min(x)), float(max(x))) for name, x in values.items()}
