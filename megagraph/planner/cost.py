@@ -343,7 +343,8 @@ class CostModel:
         # checkpointed: the inputs of all, and one layer that is computed again
         activations = counts * hidden + layer if plan.checkpoint else counts * layer
         activations = np.broadcast_to(activations, (plan.num_stages, counts.shape[1])).copy()
-        activations[0] += hidden
+        activations[0] += dot(self.memory, embedding_kept_terms(m, rows, config))
+        activations[-1] += dot(self.memory, head_kept_terms(m, rows, targets, config))
         activations[-1] += 0.0 if plan.checkpoint else last_layer - layer
         parameters = np.broadcast_to(4.0 * stage_parameters(config, counts, False, False), activations.shape).copy()
         parameters[0] += 4.0 * stage_parameters(config, 0, True, False)
@@ -368,11 +369,12 @@ class CostModel:
         m = local / plan.num_microbatches
         block = math.ceil(given.num_nodes / plan.cp)
         rows, columns = block + given.num_super, given.num_nodes + given.num_super
+        targets = min(given.num_targets, block)
         pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
         data = local * rows * columns * pair_bytes
         if self.origin.get("device_type") == "cpu":  # every rank's loader builds them; a device gets what it reads
             data += self._feature_bytes(config, plan, given)
-        total = data * (1 + given.prefetch) + dot(self.memory, workspace_terms(m, rows, config))
+        total = data * (1 + given.prefetch) + dot(self.memory, workspace_terms(m, rows, targets, config))
         if plan.cp > 1:
             block_bytes = 4.0 * m * block * config.dim
             if plan.comm == "allgather":
@@ -478,17 +480,32 @@ def kept_terms(m: float, rows: float, queries: float, columns: float, config: Mo
         "kept.key": m * rows * config.dim,
         "kept.element": m * queries * config.dim,
         "kept.ffn_element": m * queries * config.ffn_dim,
-        "kept.row": m * queries * config.heads,
+        "kept.row": m * (rows + queries),
+        "kept.head_row": m * queries * config.heads,
         "kept.score": m * queries * columns * config.heads,
     }
 
 
-def workspace_terms(m: float, rows: float, config: ModelConfig) -> Terms:
-    """What a layer needs while it runs."""
+def embedding_kept_terms(m: float, rows: float, config: ModelConfig) -> Terms:
+    return {"kept.embedding": m * rows * config.dim}
+
+
+def head_kept_terms(m: float, rows: float, targets: float, config: ModelConfig) -> Terms:
+    """The read-out's inputs and scores; where the last layer's rows are not one piece of memory, a copy of them."""
+    return {
+        "kept.head": m * targets * config.dim,
+        "kept.class": m * targets * config.num_classes,
+        "kept.slice": m * targets * config.dim if m > 1 and targets < rows else 0.0,
+    }
+
+
+def workspace_terms(m: float, rows: float, targets: float, config: ModelConfig) -> Terms:
+    """What a layer needs while it runs, or the gradient of the loss."""
     return {
         "workspace.fixed": 1.0,
         "workspace.element": m * rows * config.dim,
         "workspace.ffn_element": m * rows * config.ffn_dim,
+        "workspace.class": m * targets * config.num_classes,
     }
 
 

@@ -18,7 +18,9 @@ from megagraph.planner.cost import (
     attention_terms,
     check_number,
     dot,
+    embedding_kept_terms,
     embedding_terms,
+    head_kept_terms,
     head_terms,
     kept_terms,
     layer_terms,
@@ -239,10 +241,9 @@ def predict_seconds(seconds: Mapping[str, Mapping[str, float]], row: Row, broken
 
 def predict_peak(memory: Mapping[str, float], row: Row) -> float:
     """Peak bytes of a training step on one device, of what a memory row measured."""
-    kept = dot(memory, _row_kept(row)) + 4.0 * row["sequences"] * row["rows"] * row["dim"]
     parameters = 4.0 * stage_parameters(row_config(row), int(row["layers"]), True, True)
-    peak = max(kept, parameters)
-    return _known_bytes(row) + peak + dot(memory, workspace_terms(row["sequences"], row["rows"], row_config(row)))
+    peak = max(dot(memory, _row_kept(row)), parameters)
+    return _known_bytes(row) + peak + dot(memory, _row_workspace(row))
 
 
 def mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -326,7 +327,15 @@ def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 def _row_kept(row: Row) -> Terms:
     m, rows, columns, config = row["sequences"], row["rows"], row["columns"], row_config(row)
     targets = rows if row["targets"] is None else row["targets"]
-    return _layered(row["layers"] - 1, *(kept_terms(m, rows, queries, columns, config) for queries in (rows, targets)))
+    layers = _layered(
+        row["layers"] - 1, *(kept_terms(m, rows, queries, columns, config) for queries in (rows, targets))
+    )
+    return layers | embedding_kept_terms(m, rows, config) | head_kept_terms(m, rows, targets, config)
+
+
+def _row_workspace(row: Row) -> Terms:
+    targets = row["rows"] if row["targets"] is None else row["targets"]
+    return workspace_terms(row["sequences"], row["rows"], targets, row_config(row))
 
 
 def _layered(layers: float, layer: Terms, last: Terms) -> Terms:
@@ -344,10 +353,8 @@ def _known_bytes(row: Row) -> float:
 
 def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
     """What layers keep from what was kept; the workspace from what the peak has on top."""
-    embedded = [4.0 * row["sequences"] * row["rows"] * row["dim"] for row in rows]
     memory: dict[str, float] = _least_squares(
-        [_row_kept(row) for row in rows],
-        [max(row["kept_bytes"] - known, 1.0) for row, known in zip(rows, embedded, strict=True)],
+        [_row_kept(row) for row in rows], [max(row["kept_bytes"], 1.0) for row in rows]
     )
     full = [row for row in rows if row["kept_bytes"] > 4 * stage_parameters(row_config(row), row["layers"], True, True)]
     over = [predict_peak(memory, row) for row in full]
@@ -361,11 +368,12 @@ def _workspace(left: Sequence[tuple[Row, float]]) -> dict[str, float]:
     """Non-negative, and weighed by the whole peak: a workspace that is small beside it does not matter."""
     from scipy.optimize import nnls
 
-    names = ["workspace.fixed", "workspace.element", "workspace.ffn_element"]
-    terms = [workspace_terms(row["sequences"], row["rows"], row_config(row)) for row, _ in left]
+    terms = [_row_workspace(row) for row, _ in left]
+    names = list(terms[0])
     weights = np.array([1.0 / row["peak_bytes"] for row, _ in left])
     matrix = np.array([[row[name] for name in names] for row in terms]) * weights[:, None]
     scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
     solution, _ = nnls(matrix / scale, np.array([value for _, value in left]) * weights)
     return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
 

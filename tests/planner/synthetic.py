@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from megagraph.planner.cost import all_reduce_terms, dot, workspace_terms
-from megagraph.planner.fitting import _known_bytes, _row_kept, row_config, row_terms
+from megagraph.planner.cost import all_reduce_terms, dot
+from megagraph.planner.fitting import _known_bytes, _row_kept, _row_workspace, row_terms
 
 FORWARD = {
     "layer.call": 1e-4, "layer.product": 5e-11, "layer.element": 2e-9, "layer.ffn_element": 3e-9,
@@ -17,7 +17,8 @@ FORWARD = {
 BACKWARD = {name: 2.5 * value for name, value in FORWARD.items() if not name.startswith("optimizer")}
 LINK = {"transfer.call": 5e-5, "transfer.byte": 1e-9, "all_reduce.call": 5e-5, "all_reduce.byte": 1e-9}
 MEMORY = {
-    "kept.key": 8.0, "kept.element": 32.0, "kept.ffn_element": 8.0, "kept.row": 4.0,
+    "kept.key": 8.0, "kept.element": 32.0, "kept.ffn_element": 8.0, "kept.row": 8.0, "kept.head_row": 4.0,
+    "kept.embedding": 4.0, "kept.head": 8.0, "kept.class": 4.0, "kept.slice": 4.0,
     "workspace.element": 16.0, "workspace.fixed": 1e6,
 }  # fmt: skip
 WORKLOAD = dict(batch_sequences=64, num_nodes=512, num_super=16, num_targets=512)
@@ -54,8 +55,8 @@ def rows() -> list[dict[str, Any]]:
                 LINK, sent if row["kind"] == "transfer" else all_reduce_terms(row["bytes"], row["ranks"])
             )
         elif row["kind"] == "memory":
-            kept = dot(MEMORY, _row_kept(row)) + 4.0 * row["sequences"] * row["rows"] * row["dim"]
-            work = dot(MEMORY, workspace_terms(row["sequences"], row["rows"], row_config(row)))
+            kept = dot(MEMORY, _row_kept(row))
+            work = dot(MEMORY, _row_workspace(row))
             parameters = (_known_bytes(row | dict(feature_rows=0, rows=0))) / 3
             row |= dict(kept_bytes=kept, peak_bytes=_known_bytes(row) + max(kept, parameters) + work)
         elif row["kind"] != "stall":
