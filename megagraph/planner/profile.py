@@ -360,7 +360,9 @@ def observe_memory(point: Point, device: torch.device) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
 
-    step(lambda: None)  # makes the optimizer's state
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes its state
     optimizer.zero_grad()
     kept = [0, 0]
     if device.type == "cuda":
