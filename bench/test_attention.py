@@ -12,6 +12,7 @@ import pytest
 
 from bench.measure import measure
 from bench.peers import CONTENDERS
+from bench.provenance import provenance
 from bench.shapes import DEVICE, Case, cases
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]  # peers warn as they like
@@ -53,4 +54,4 @@ def test_attention(series, case, direction, contender, pedantic, record, request
     if row["refusal"] is not None:
         wrong = CONTENDERS[contender].ours and row["refusal"].startswith("wrong values")
         (pytest.fail if wrong else pytest.skip)(row["refusal"])
-    request.getfixturevalue("benchmark").extra_info.update(row)
+    request.getfixturevalue("benchmark").extra_info.update(row | provenance())

@@ -1,4 +1,4 @@
-"""Class probabilities of nodes: the vote over several sampled sequences, for evaluation and prediction."""
+"""What a configuration names, graph, split, batches and model; and the vote over the sequences of a node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, ClusterBatches, EgoBatches, Share, prepare
-from megagraph.data.datasets import Graph, load_graph
+from megagraph.data.datasets import Graph, Split, load_graph, random_split
 from megagraph.data.loader import Loader
 from megagraph.models.config import ModelConfig
 from megagraph.models.graphormer import Graphormer
@@ -81,6 +81,24 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
     if config.embedding == "features" and graph.in_features == 0:
         raise ValueError("expected nodes with features, got none; add some, or pass --embedding learned")
     return graph
+
+
+def choose_split(graph: Graph, config: TrainConfig) -> Split:
+    """The split that the configuration asks for.
+
+    Raises:
+        ValueError: the data set has no split of its own, or a part is empty.
+    """
+    if config.split == "random":
+        split = random_split(graph.labels, config.seed)
+    elif graph.split is None:
+        raise ValueError(f"split must be 'random': {graph.name} has no split of its own")
+    else:
+        split = graph.split
+    for name in ("train", "val", "test"):
+        if len(getattr(split, name)) == 0:
+            raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
+    return split
 
 
 def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:

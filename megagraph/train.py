@@ -24,8 +24,16 @@ from megagraph.attention.module import BiasedRingAttention
 from megagraph.checkpoint import Checkpoints, TrainingState
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
-from megagraph.data.datasets import Graph, Split, random_split
-from megagraph.evaluate import accuracy, as_graph, batches, class_probabilities, make_loader, make_model
+from megagraph.data.datasets import Graph, Split
+from megagraph.evaluate import (
+    accuracy,
+    as_graph,
+    batches,
+    choose_split,
+    class_probabilities,
+    make_loader,
+    make_model,
+)
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
@@ -439,24 +447,6 @@ def loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
     scores = scores.flatten(0, 1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=-1, reduction="sum")
-
-
-def choose_split(graph: Graph, config: TrainConfig) -> Split:
-    """The split that the configuration asks for.
-
-    Raises:
-        ValueError: the data set has no split of its own, or a part is empty.
-    """
-    if config.split == "random":
-        split = random_split(graph.labels, config.seed)
-    elif graph.split is None:
-        raise ValueError(f"split must be 'random': {graph.name} has no split of its own")
-    else:
-        split = graph.split
-    for name in ("train", "val", "test"):
-        if len(getattr(split, name)) == 0:
-            raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
-    return split
 
 
 def _checksums(arrays: Any) -> dict[str, int]:

@@ -21,7 +21,8 @@ import tyro
 from bench.provenance import write_rows
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import Graph, load_graph
-from megagraph.train import Trainer, choose_split
+from megagraph.evaluate import choose_split
+from megagraph.train import Trainer
 
 Dtype = Literal["fp32", "bf16"]
 SEEDS = (0, 1, 2, 3, 4)

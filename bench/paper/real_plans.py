@@ -44,8 +44,9 @@ from megagraph.data.datasets import Graph, synthetic_graph
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
-from megagraph.planner import CostModel, Plan, fit, search
+from megagraph.planner import CostModel, fit, search
 from megagraph.planner.fitting import mape
+from megagraph.planner.plan import Plan
 from megagraph.train import make_optimizers, make_pipeline, own_share, train_step
 
 RANKS, LAYERS, SEQUENCES = 2, 8, 16
@@ -55,9 +56,9 @@ CONFIG = TrainConfig(
     attention_dropout=0.1, batch_size=SEQUENCES, sequence_nodes=256, super_nodes=16, seed=0, device="cpu",
 )  # fmt: skip
 PLANS = (
-    Plan(dp=2),
-    Plan(cp=2),
-    Plan(cp=2, comm="allgather"),
+    Plan(dp=2, layers=(LAYERS,)),
+    Plan(cp=2, layers=(LAYERS,)),
+    Plan(cp=2, layers=(LAYERS,), comm="allgather"),
     *(Plan(pp=2, layers=(i, LAYERS - i), num_microbatches=k) for i in range(1, LAYERS) for k in (1, 2, 4, 8)),
 )
 MAPE, CORRELATION, SLACK, REGRET, MEMORY_ERROR = 0.15, 0.9, 0.05, 1.05, 0.10

@@ -36,8 +36,7 @@ def profile(
 
     def job() -> None:
         from megagraph.auto import CACHE, measure
-        from megagraph.evaluate import as_graph, batches
-        from megagraph.train import choose_split
+        from megagraph.evaluate import as_graph, batches, choose_split
 
         device = on_every_rank(config.torch_device)
         graph = on_one_process_first(lambda: as_graph(None, config))
@@ -73,10 +72,10 @@ def fit(rows: tyro.conf.Positional[tuple[Path, ...]], /, out: Path = Path("cost.
 
 
 def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """The rows of several files; those of a bench of attention become rows of attention.
+    """The rows of several files; of those of a bench of attention the ones of the profile's implementation.
 
     Raises:
-        ValueError: a file is not a JSON list.
+        ValueError: a file is neither a JSON list nor pytest-benchmark's JSON.
     """
     rows: list[dict[str, Any]] = []
     for path in paths:
@@ -84,10 +83,17 @@ def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
             found = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path} is not a whole JSON file ({error}); run megagraph profile again") from error
+        if isinstance(found, dict) and "benchmarks" in found:
+            found = [benchmark["extra_info"] for benchmark in found["benchmarks"]]
         if not isinstance(found, list):
-            raise ValueError(f"{path} must hold a list of rows, got {type(found).__name__}")
+            raise ValueError(
+                f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
+            )
         rows += bench_rows(found)
-    return rows
+    benched = [row for row in rows if isinstance(row, dict) and row.get("kind") == "attention"]
+    others = [row for row in rows if row not in benched]
+    impl = next((row.get("impl") for row in others if isinstance(row, dict)), None)
+    return others + [row for row in benched if not others or row.get("impl") == impl]
 
 
 def describe(cost: CostModel) -> str:
@@ -104,6 +110,9 @@ def describe(cost: CostModel) -> str:
         lines.append("latency grows with the layers without a break")
     else:
         lines.append(f"beyond {cost.broken.constant:.3g} / (b S d) layers take {cost.broken.gamma} times as long")
+    if cost.model is not None and cost.workload is not None:
+        first, last = cost.extra_layers(*cost.profiled())
+        lines.append(f"the first stage does the work of {first:.2f} layers more, the last one of {last:+.2f}")
     if not cost.links:
         lines.append("communication was not measured, and is taken to be free")
     return "\n  ".join(lines)

@@ -280,27 +280,43 @@ class CostModel:
             tables.append(np.maximum(table, 0.0))
         return StageTables(*tables)
 
+    def extra_layers(self, config: ModelConfig, given: Workload) -> tuple[float, float]:
+        """What the embedding and the read-out take beside the layers of their stage, in layers.
+
+        The read-out's may be below 0, as the last layer computes the rows of its targets only.
+        """
+        tables = self.stage_tables(config, Plan(pp=2), given)
+        first, layer, last = (tables.forward + tables.backward)[:, 1].tolist()
+        return first / layer - 1, last / layer - 1
+
     def _layer(
         self, config: ModelConfig, plan: Plan, given: Workload, m: float, nodes: float, way: str, queries: float
     ) -> float:
         """Seconds of one layer on the rows of one rank, its ring included."""
+        seconds = dot(
+            self.seconds.get(way, {}), layer_terms(m, math.ceil(nodes / plan.cp) + given.num_super, queries, config)
+        )
+        # zero-bubble asks for gradients of inputs, then of weights; attention computes all of them both times
+        times = 2 if plan.schedule == "zero_bubble" and way == "backward" else 1
+        return seconds + times * self._attention(config, plan, given, m, nodes, way, queries)
+
+    def _attention(
+        self, config: ModelConfig, plan: Plan, given: Workload, m: float, nodes: float, way: str, queries: float
+    ) -> float:
         coefficients = self.seconds.get(way, {})
         block = math.ceil(nodes / plan.cp)
-        rows = block + given.num_super
-        seconds = dot(coefficients, layer_terms(m, rows, queries, config))
-        comm = plan.comm
-        if plan.cp == 1 or comm == "allgather":
-            seconds += dot(coefficients, attention_terms(m, queries, nodes + given.num_super, config, ring=False))
+        if plan.cp == 1 or plan.comm == "allgather":
+            seconds = dot(coefficients, attention_terms(m, queries, nodes + given.num_super, config, ring=False))
             if plan.cp > 1:
                 hop = self.transfer_seconds(2 * m * block * config.dim * 4, plan.cp)
                 seconds += (plan.cp - 1) * hop * (1 if way == "forward" else 2)
             return seconds
-        local = dot(coefficients, attention_terms(m, queries, rows, config, ring=True))
+        local = dot(coefficients, attention_terms(m, queries, block + given.num_super, config, ring=True))
         visit = dot(coefficients, attention_terms(m, queries, block, config, ring=True))
         hop = self.transfer_seconds(2 * m * block * config.dim * 4, plan.cp)  # gradients travel in fp32, too
         if way == "forward":
-            return seconds + local + (plan.cp - 1) * max(visit, hop)
-        return seconds + local + (plan.cp - 1) * max(visit, 2 * hop) + hop
+            return local + (plan.cp - 1) * max(visit, hop)
+        return local + (plan.cp - 1) * max(visit, 2 * hop) + hop
 
     def boundary_seconds(self, config: ModelConfig, plan: Plan, given: Workload) -> float:
         """Seconds of one micro-batch's hidden states from a stage to the next [t_p2p(S_act)]."""
@@ -340,6 +356,8 @@ class CostModel:
         layer, last_layer = (
             dot(self.memory, kept_terms(m, rows, queries, columns, config)) for queries in (rows, targets)
         )
+        if plan.cp > 1 and plan.comm == "allgather":  # k and v of the other ranks' rows are kept, too
+            layer, last_layer = (kept + 8.0 * m * (columns - rows) * config.dim for kept in (layer, last_layer))
         # checkpointed: the inputs of all, and one layer that is computed again
         activations = counts * hidden + layer if plan.checkpoint else counts * layer
         activations = np.broadcast_to(activations, (plan.num_stages, counts.shape[1])).copy()
@@ -359,8 +377,7 @@ class CostModel:
         else:
             activations = flight * activations + gradients
         boundary = np.full_like(activations, 0.0 if plan.pp == 1 else hidden * plan.num_microbatches)
-        if self.origin.get("device_type") != "cpu":
-            boundary[0] += self._feature_bytes(config, plan, given) * (1 + given.prefetch)
+        boundary[0] += self._feature_bytes(config, plan, given) * (1 + given.prefetch)
         return {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
 
     def shared_bytes(self, config: ModelConfig, plan: Plan, given: Workload) -> float:
@@ -372,13 +389,11 @@ class CostModel:
         targets = min(given.num_targets, block)
         pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
         data = local * rows * columns * pair_bytes
-        if self.origin.get("device_type") == "cpu":  # every rank's loader builds them; a device gets what it reads
-            data += self._feature_bytes(config, plan, given)
         total = data * (1 + given.prefetch) + dot(self.memory, workspace_terms(m, rows, targets, config))
         if plan.cp > 1:
             block_bytes = 4.0 * m * block * config.dim
             if plan.comm == "allgather":
-                total += 4 * plan.cp * block_bytes  # k and v of all nodes, and their gradients
+                total += 2 * plan.cp * block_bytes  # the gradients of k and v of all nodes
             else:
                 total += 8 * block_bytes + 4.0 * m * rows * config.dim  # two visiting blocks each way, accumulator
         return total

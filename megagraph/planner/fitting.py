@@ -65,7 +65,7 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
         ValueError: names the row and field, expected and got.
     """
     checked = []
-    devices = set()
+    origins = set()
     for index, row in enumerate(rows):
         kind = row.get("kind") if isinstance(row, Mapping) else None
         if kind not in FIELDS:
@@ -83,12 +83,13 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 f"got {row['direction']!r}"
             )
         checked.append(dict(row))
-        devices.add(row.get("device"))
+        origins.add((row.get("device"), row.get("impl")))
     if not checked:
         raise ValueError("expected rows to fit, got none; run megagraph profile")
-    if len(devices) > 1:
+    if len(origins) > 1:
         raise ValueError(
-            f"rows must come from one device, got {sorted(map(str, devices))}; fit a model for each of them"
+            "rows must come from one device and one implementation of attention, "
+            f"got {sorted(f'{device} {impl}' for device, impl in origins)}; fit a model for each of them"
         )
     return checked
 
@@ -112,6 +113,7 @@ def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     "heads": row["H"],
                     "bias": row["form"],
                     "bias_size": 4 if row["form"] == "projected" else 32,
+                    "impl": row["contender"].removeprefix("megagraph_"),
                     "direction": row["direction"],
                     "seconds": row["median"],
                     "unit": row["unit"],
@@ -200,7 +202,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
     origin: dict[str, str] = {
         name: str(checked[0][name])
-        for name in ("device", "device_type", "torch", "python", "commit", "ranks_per_node")
+        for name in ("device", "device_type", "impl", "torch", "python", "commit", "ranks_per_node")
         if name in checked[0]
     }
     return CostModel(

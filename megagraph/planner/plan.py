@@ -51,8 +51,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("pp", "cp", "dp", "stages_per_rank", "num_microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         if self.comm not in ("ring", "allgather"):
             raise ValueError(f"comm must be 'ring' or 'allgather', got {self.comm!r}")
         if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
@@ -159,9 +160,12 @@ class Plan:
         """Read a plan.
 
         Raises:
-            ValueError: the file does not hold the fields of a plan.
+            ValueError: the file is not whole, or does not hold the fields of a plan.
         """
-        values = json.loads(Path(path).read_text())
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a whole JSON file ({error}); search or train again") from error
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not set(values) <= names:
             raise ValueError(f"{path} must hold a plan with the fields {sorted(names)}, got {values}")

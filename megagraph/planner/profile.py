@@ -34,6 +34,7 @@ from megagraph.provenance import provenance
 
 MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before
 ROUNDS = 3
+_ONCE = ("transfer", "all_reduce", "memory")  # kinds of rows that are the same on every rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +69,15 @@ def profile(
 ) -> list[dict[str, Any]]:
     """Measure this machine for a model and a workload; about ``budget_seconds``, less where it is cached.
 
-    On several processes all measure, and every one returns the rows of rank 0; transfers and all-reduces are measured
-    between them. One process measures no communication.
+    On several processes all measure at once, and every one returns the rows of all; transfers and all-reduces are
+    measured between them. One process measures no communication.
 
     Args:
         batches: what the loader gives; the wait for each of the first eight is the loader stall.
         cache: folder of profiles by device, versions, model and workload; ``None``: none is kept.
     """
     origin = provenance() | {"unit": "s", "device_type": device.type, "workload": asdict(workload)}
+    origin["impl"] = "triton" if device.type == "cuda" else "blocked"
     origin["ranks_per_node"] = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     origin["world_size"] = dist.get_world_size() if dist.is_initialized() else 1
     origin["model"] = asdict(config)
@@ -97,9 +99,9 @@ def profile(
     rows += ring_rows(config, workload, device, rest)
     rows = [row | origin for row in rows]
     if dist.is_initialized():
-        shared = [rows]
-        dist.broadcast_object_list(shared)
-        rows = shared[0]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, rows)
+        rows = everyone[0] + [row for part in everyone[1:] for row in part if row["kind"] not in _ONCE]
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")

@@ -59,7 +59,8 @@ def search(
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, with the layer split of
     least GPipe time and the one of least memory. GPipe's step time is exact. For other schedules a closed form is an
     estimate; the best 20 of these are then timed by running their schedule on paper, and only they can win.
-    Of equal times the one of less memory wins, then the one of fewer stages.
+    Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
+    asks for it.
 
     Args:
         workload: batch and sequence sizes; ``None``: those of the profile.
@@ -140,10 +141,11 @@ def _shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mappin
             for comm in ("ring", "allgather") if cp > 1 else ("ring",):
                 for checkpoint in (False, True):
                     base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, comm=comm, checkpoint=checkpoint, shard=shard)
-                    yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1))
+                    asked = fixed.get("schedule")
+                    yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1), asked)
 
 
-def _schedules(base: dict[str, Any], num_layers: int, local_batch: int) -> Iterator[Plan]:
+def _schedules(base: dict[str, Any], num_layers: int, local_batch: int, asked: str | None) -> Iterator[Plan]:
     pp = base["pp"]
     yield Plan(**base, num_microbatches=1)
     if pp == 1 or pp > num_layers:
@@ -156,6 +158,10 @@ def _schedules(base: dict[str, Any], num_layers: int, local_batch: int) -> Itera
             yield Plan(**base, num_microbatches=num, schedule="1f1b")
         if num % pp == 0 and 2 * pp <= num_layers:
             yield Plan(**base, num_microbatches=num, schedule="interleaved", stages_per_rank=2)
+        # on paper it runs like 1F1B with attention's backward pass twice: only for who asks for it
+        possible = not base["checkpoint"] and (base["shard"] or base["cp"] * base["dp"] == 1)
+        if asked == "zero_bubble" and num % pp == 0 and possible:
+            yield Plan(**base, num_microbatches=num, schedule="zero_bubble")
 
 
 class _Search:
@@ -172,7 +178,7 @@ class _Search:
         reason = self._prune(plan)
         if reason is not None:
             return [Candidate(plan=plan, pruned=reason)]
-        key = (plan.cp, plan.dp * plan.num_microbatches, plan.checkpoint, plan.comm, plan.pp == 1)
+        key = (plan.cp, plan.dp * plan.num_microbatches, plan.checkpoint, plan.comm, plan.pp == 1, plan.schedule)
         if key not in self._tables:
             self._tables[key] = self.cost.stage_tables(self.config, plan, self.given)
         tables = self._tables[key]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -118,58 +116,3 @@ def test_what_was_not_measured_is_said(cost):
     )
     alone = mg.planner.fit([row for row in synthetic.rows() if row["kind"] not in ("transfer", "all_reduce")])
     assert "all-reduce ranks was not measured" in alone.extrapolated(CONFIG, mg.Plan(dp=2))
-
-
-def rows_with(**changes):
-    rows = synthetic.rows()
-    rows[0] = {name: value for name, value in (rows[0] | changes).items() if value != "gone"}
-    return rows
-
-
-BAD_ROWS = {
-    "none": ([], "expected rows to fit, got none; run megagraph profile"),
-    "kind": (rows_with(kind="magic"), r"row 0 must have a kind of \['all_reduce', .*got 'magic'"),
-    "missing": (rows_with(dim="gone"), r"row 0 \(layers\) must have the fields .*lacks 'dim'"),
-    "NaN": (rows_with(seconds=math.nan), r"row 0 \(layers\): seconds must be a number of at least 0, got nan"),
-    "negative": (rows_with(seconds=-1.0), r"seconds must be a number of at least 0, got -1.0"),
-    "text": (rows_with(heads="8"), r"heads must be a number of at least 0, got '8'"),
-    "direction": (rows_with(direction="up"), "direction must be forward, backward or forward_backward, got 'up'"),
-    "devices": (rows_with(device="other"), r"rows must come from one device, got \['other', 'paper'\]"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_rows(case):
-    rows, message = BAD_ROWS[case]
-    with pytest.raises(ValueError, match=message):
-        mg.planner.fit(rows)
-
-
-def edited(**changes):
-    def edit(text):
-        values = json.loads(text) | changes
-        return json.dumps({name: value for name, value in values.items() if value != "gone"})
-
-    return edit
-
-
-BAD_FILES = {
-    "truncated": (lambda text: text[:200], "is not a whole JSON file .* run megagraph fit again"),
-    "not a model": (lambda text: "[]", "must hold a cost model of schema 1, got None"),
-    "version": (edited(schema=7), "must hold a cost model of schema 1, got 7; run megagraph fit again"),
-    "missing": (edited(memory="gone"), r"lacks \['memory'\]"),
-    "unknown": (edited(tp=1), r"has unknown \['tp'\]"),
-    "NaN": (edited(stall_seconds=math.nan), "stall.seconds must be a number of at least 0, got nan"),
-    "negative": (edited(memory={"kept.key": -1}), "memory.kept.key must be a number of at least 0, got -1"),
-    "not a table": (edited(links=3), "does not hold what a cost model holds"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_file(case, cost, tmp_path):
-    edit, message = BAD_FILES[case]
-    path = tmp_path / "cost.json"
-    cost.save(path)
-    path.write_text(edit(path.read_text()))
-    with pytest.raises(ValueError, match=message):
-        mg.planner.CostModel.load(path)

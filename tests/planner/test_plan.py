@@ -26,16 +26,8 @@ def test_save_and_load(tmp_path):
         assert mg.Plan.load(tmp_path / "plan.json") == plan
 
 
-def test_load_refuses_other_files(tmp_path):
-    (tmp_path / "plan.json").write_text('{"pp": 2, "tp": 8}')
-    with pytest.raises(
-        ValueError, match=r"must hold a plan with the fields \['checkpoint', 'comm', 'cp', .*got {'pp': 2, 'tp': 8}"
-    ):
-        mg.Plan.load(tmp_path / "plan.json")
-
-
 BAD_PLANS = {
-    "degree": (dict(cp=0), "cp must be at least 1, got 0"),
+    "degree": (dict(cp=0), "cp must be an integer of at least 1, got 0"),
     "comm": (dict(comm="alltoall"), "comm must be 'ring' or 'allgather', got 'alltoall'"),
     "stages": (
         dict(layers=(6,)),

@@ -80,16 +80,6 @@ def test_a_search_that_finds_nothing_ends_with_one_line(rows, tmp_path, monkeypa
     assert re.match(r"megagraph: error: no plan of 4 processes fits 0.01 GiB.*the lightest", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [('[{"kind": "la', "is not a whole JSON file"), ("{}", "must hold a list of rows, got dict")]
-)
-def test_bad_rows_file(text, message, tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.json").write_text(text)
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "fit", tmp_path / "rows.json")
-    assert message in capsys.readouterr().err
-
-
 def test_rows_of_the_attention_bench_are_rows_of_attention():
     row = dict(contender="megagraph_blocked", B=1, H=2, M=8, N=16, D=4, form="bucket", dtype="float32", unit="s")
     row |= dict(direction="forward", median=1e-3, device="paper", torch="2", commit="c")

@@ -90,36 +90,3 @@ def test_lightest_split():
         split = lightest_split(memory)
         assert sum(split) == num_layers and min(split) >= 1
         assert max(memory[i, c] for i, c in enumerate(split)) == min(splits)
-
-
-BAD = {
-    "no processes": (dict(world_size=0), "world_size must be an integer of at least 1, got 0"),
-    "half": (dict(world_size=1.5), "world_size must be an integer of at least 1, got 1.5"),
-    "no memory": (dict(memory_limit_bytes=0), "memory_limit_bytes must be above 0, got 0"),
-    "NaN memory": (dict(memory_limit_bytes=float("nan")), "memory_limit_bytes must be above 0, got nan"),
-    "fixed": (dict(fixed={"tp": 2}), r"fixed must name fields of .*, got \['tp'\]"),
-    "too little": (
-        dict(memory_limit_bytes=1e6),
-        r"no plan of 4 processes fits 0.00 GiB with 8% headroom: the lightest, pp=.*, needs .* GiB on stage \d; "
-        "start more processes, lower the batch size",
-    ),
-    "prime": (
-        dict(world_size=67),
-        r"no plan of 67 processes is possible: dp \* num_microbatches must divide the batch of 64 sequences "
-        r"\(\d+ plans\); pp must be at most the model's 6 layers",
-    ),
-    "strict": (
-        dict(strict=True, workload=mg.planner.Workload(batch_sequences=64, num_nodes=9999)),
-        r"every size must have been measured \(strict\)",
-    ),
-    "workload": (dict(workload=lambda: mg.planner.Workload(batch_sequences=0, num_nodes=1)), "batch_sequences must be"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(cost, case):
-    changes, message = BAD[case]
-    good = dict(world_size=4, memory_limit_bytes=PLENTY)
-    with pytest.raises(ValueError, match=message):
-        changes = {name: value() if callable(value) else value for name, value in changes.items()}
-        mg.planner.search(cost, CONFIG, **(good | changes))

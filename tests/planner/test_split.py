@@ -112,21 +112,3 @@ def test_a_heavy_first_stage_gets_fewer_layers(extra, slowest):
     assert max(cost(*stage) for stage in stages(balanced)) == slowest
     if extra == 3.9:  # the paper's example
         assert split == balanced == (3, 7, 7, 7)
-
-
-BAD = {
-    "stages": (dict(num_stages=5), r"num_stages must be in 1..num_layers = 4, got 5"),
-    "no stage": (dict(num_stages=0), r"num_stages must be in 1..num_layers = 4, got 0"),
-    "limit": (dict(limit_bytes=0), r"limit_bytes must be above 0, got 0"),
-    "NaN limit": (dict(limit_bytes=float("nan")), r"limit_bytes must be above 0, got nan"),
-    "NaN": (dict(seconds=lambda *stage: float("nan")), r"costs must be numbers of at least 0, got nan s and 1 bytes"),
-    "negative": (dict(memory_bytes=lambda *stage: -1), r"costs must be numbers of at least 0, got 1 s and -1 bytes"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
-    changes, message = BAD[case]
-    good = dict(num_layers=4, num_stages=2, seconds=lambda *stage: 1, memory_bytes=lambda *stage: 1, limit_bytes=2)
-    with pytest.raises(ValueError, match=message):
-        mg.planner.split_layers(**(good | changes))

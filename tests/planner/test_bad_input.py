@@ -1,0 +1,138 @@
+"""What the planner refuses, and what it says then: rows, files, searches, splits."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import megagraph as mg
+from megagraph.cli.planner import read_rows
+from megagraph.planner import CostModel, Workload, fit, search, split_layers
+from tests.planner import synthetic
+
+CONFIG = mg.ModelConfig(
+    in_features=32, num_classes=5, layers=6, dim=64, ffn_dim=64, heads=8, bias="bucket", bias_size=8
+)
+
+
+def rows(**changes):
+    """Fit rows of which the first is changed."""
+    changed = synthetic.rows()
+    changed[0] = {name: value for name, value in (changed[0] | changes).items() if value != "gone"}
+    return lambda cost, folder: fit(changed)
+
+
+def cost_file(edit):
+    """Load a cost model whose text is edited."""
+
+    def load(cost: CostModel, folder: Path):
+        cost.save(folder / "cost.json")
+        (folder / "cost.json").write_text(edit((folder / "cost.json").read_text()))
+        CostModel.load(folder / "cost.json")
+
+    return load
+
+
+def fields(**changes):
+    def edit(text):
+        values = json.loads(text) | changes
+        return json.dumps({name: value for name, value in values.items() if value != "gone"})
+
+    return cost_file(edit)
+
+
+def rows_file(text):
+    def read(cost: CostModel, folder: Path):
+        (folder / "rows.json").write_text(text)
+        read_rows((folder / "rows.json",))
+
+    return read
+
+
+def plan_file(text):
+    def load(cost: CostModel, folder: Path):
+        (folder / "plan.json").write_text(text)
+        mg.Plan.load(folder / "plan.json")
+
+    return load
+
+
+def searched(**changes):
+    good = dict(world_size=4, memory_limit_bytes=1e15)
+    return lambda cost, folder: search(cost, CONFIG, **(good | changes))
+
+
+def split(**changes):
+    good = dict(num_layers=4, num_stages=2, seconds=lambda *stage: 1, memory_bytes=lambda *stage: 1, limit_bytes=2)
+    return lambda cost, folder: split_layers(**(good | changes))
+
+
+def workload(**changes):
+    return lambda cost, folder: Workload(**(dict(batch_sequences=1, num_nodes=1) | changes))
+
+
+BAD = {
+    "no rows": (lambda cost, folder: fit([]), "expected rows to fit, got none; run megagraph profile"),
+    "row kind": (rows(kind="magic"), r"row 0 must have a kind of \['all_reduce', .*got 'magic'"),
+    "row size missing": (rows(dim="gone"), r"row 0 \(layers\) must have the fields .*lacks 'dim'"),
+    "row NaN": (rows(seconds=math.nan), r"row 0 \(layers\): seconds must be a number of at least 0, got nan"),
+    "row negative": (rows(seconds=-1.0), r"seconds must be a number of at least 0, got -1.0"),
+    "row text": (rows(heads="8"), r"heads must be a number of at least 0, got '8'"),
+    "row direction": (rows(direction="up"), "direction must be forward, backward or forward_backward, got 'up'"),
+    "row devices": (rows(device="other"), r"one device and one implementation .*got \['other None', 'paper None'\]"),
+    "row impls": (rows(impl="reference"), r"got \['paper None', 'paper reference'\]; fit a model for each"),
+    "rows file truncated": (rows_file('[{"kind": "la'), "is not a whole JSON file .* run megagraph profile again"),
+    "rows file": (rows_file("{}"), "must hold a list of rows, or the benchmarks of pytest-benchmark, got dict"),
+    "cost file truncated": (cost_file(lambda text: text[:200]), "not a whole JSON file .* run megagraph fit again"),
+    "cost file": (cost_file(lambda text: "[]"), "must hold a cost model of schema 1, got None"),
+    "cost version": (fields(schema=7), "must hold a cost model of schema 1, got 7; run megagraph fit again"),
+    "cost missing": (fields(memory="gone"), r"lacks \['memory'\]"),
+    "cost unknown": (fields(tp=1), r"has unknown \['tp'\]"),
+    "cost NaN": (fields(stall_seconds=math.nan), "stall.seconds must be a number of at least 0, got nan"),
+    "cost negative": (fields(memory={"kept.key": -1}), "memory.kept.key must be a number of at least 0, got -1"),
+    "cost not a table": (fields(links=3), "does not hold what a cost model holds"),
+    "plan file": (plan_file('{"pp": 2, "tp": 8}'), r"must hold a plan with the fields .*got {'pp': 2, 'tp': 8}"),
+    "plan file truncated": (plan_file('{"pp": 2,'), r"is not a whole JSON file"),
+    "plan file text": (plan_file('{"pp": "2"}'), "pp must be an integer of at least 1, got '2'"),
+    "no processes": (searched(world_size=0), "world_size must be an integer of at least 1, got 0"),
+    "half a process": (searched(world_size=1.5), "world_size must be an integer of at least 1, got 1.5"),
+    "prime": (
+        searched(world_size=67),
+        r"no plan of 67 processes is possible: dp \* num_microbatches must divide the batch of 64 sequences "
+        r"\(\d+ plans\); pp must be at most the model's 6 layers",
+    ),
+    "no memory": (searched(memory_limit_bytes=0), "memory_limit_bytes must be above 0, got 0"),
+    "NaN memory": (searched(memory_limit_bytes=math.nan), "memory_limit_bytes must be above 0, got nan"),
+    "too little memory": (
+        searched(memory_limit_bytes=1e6),
+        r"no plan of 4 processes fits 0.00 GiB with 8% headroom: the lightest, pp=.*, needs .* GiB on stage \d; "
+        "start more processes, lower the batch size",
+    ),
+    "fixed": (searched(fixed={"tp": 2}), r"fixed must name fields of .*, got \['tp'\]"),
+    "strict": (
+        searched(strict=True, workload=Workload(batch_sequences=64, num_nodes=9999)),
+        r"every size must have been measured \(strict\)",
+    ),
+    "workload": (workload(batch_sequences=0), "batch_sequences must be at least 1, got 0"),
+    "stages": (split(num_stages=5), r"num_stages must be in 1..num_layers = 4, got 5"),
+    "no stage": (split(num_stages=0), r"num_stages must be in 1..num_layers = 4, got 0"),
+    "stage limit": (split(limit_bytes=0), r"limit_bytes must be above 0, got 0"),
+    "stage NaN limit": (split(limit_bytes=math.nan), r"limit_bytes must be above 0, got nan"),
+    "stage NaN": (split(seconds=lambda *stage: math.nan), r"numbers of at least 0, got nan s and 1 bytes"),
+    "stage negative": (split(memory_bytes=lambda *stage: -1), r"numbers of at least 0, got 1 s and -1 bytes"),
+}
+
+
+@pytest.fixture(scope="module")
+def cost():
+    return fit(synthetic.rows())
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, cost, tmp_path):
+    call, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        call(cost, tmp_path)
