@@ -121,11 +121,11 @@ def _folder(subset: bool) -> Path:
 
 
 def measure(part: str, subset: bool) -> None:
-    """Measure what is missing of memory or time in bench/results/DEVICE/cost_model/rows.json."""
+    """Measure what is missing of memory or time in bench/results/DEVICE/cost_model/{memory,time}.json."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(THREADS)
     sizes = list(product((1, 2), (2, 4), (4,), (32, 64)) if subset else product(SEQUENCES, LAYERS, HEADS, WIDTHS))
-    path = _folder(subset) / "rows.json"
+    path = _folder(subset) / f"{part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     origin = provenance()
@@ -166,7 +166,7 @@ def judge(subset: bool) -> None:
     from megagraph.planner import plots
 
     folder = _folder(subset)
-    rows = list(json.loads((folder / "rows.json").read_text()).values())
+    rows = [row for part in ("memory", "time") for row in json.loads((folder / f"{part}.json").read_text()).values()]
     times = [row for row in rows if row["kind"] == "model"]
     assert times, "measure the time first"
     memory = [row for row in rows if row["kind"] == "memory"]
