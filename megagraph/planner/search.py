@@ -178,7 +178,14 @@ class _Search:
         reason = self._prune(plan)
         if reason is not None:
             return [Candidate(plan=plan, pruned=reason)]
-        key = (plan.cp, plan.dp * plan.num_microbatches, plan.checkpoint, plan.comm, plan.pp == 1, plan.schedule)
+        key = (
+            plan.cp,
+            plan.dp * plan.num_microbatches,
+            plan.checkpoint,
+            plan.comm,
+            plan.pp == 1,
+            plan.schedule == "zero_bubble",
+        )
         if key not in self._tables:
             self._tables[key] = self.cost.stage_tables(self.config, plan, self.given)
         tables = self._tables[key]
