@@ -1,41 +1,56 @@
-"""A graph of the size of ogbn-products: generated, then coarsened by METIS and by label propagation.
+"""A graph of the size of ogbn-products: generated, coarsened by METIS and by label propagation, and trained on.
 
     python -m bench.paper.products_size --folder FOLDER --step generate
     python -m bench.paper.products_size --folder FOLDER --step propagation
     python -m bench.paper.products_size --folder FOLDER --step metis
+    python -m bench.paper.products_size --folder FOLDER --step train
+    python -m bench.paper.products_size --folder FOLDER --step first-step
 
-Settings are fixed. Peak memory is that of the process tree, sampled: USS (private pages, mapped files that nobody else
-maps among them), and RSS beside it.
+``train`` compares the memory after 20 and after 100 steps. ``first-step`` takes the seconds from the start of
+``megagraph train`` to the first line of its metrics.jsonl, twice: with what Numba compiled before, and with an empty
+cache of Numba's; the store's cache is as ``train`` left it. Both train on cluster batches of one sequence, with one
+loader worker. Settings are fixed. Memory is that of the process tree, see bench.processes.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tyro
 
+from bench.processes import Child, run
 from bench.provenance import write_rows
 
 NODES, EDGES, FEATURES, CLASSES, SEED = 2_449_029, 61_859_140, 100, 47, 0
 CLUSTERS, SUPER_NODES = 8192, 255
-_SAMPLE_SECONDS = 0.25
+TRAIN = {"batching": "cluster", "sequence_nodes": 4096, "super_nodes": 256, "batch_size": 1, "workers": 1}
+FIRST_STEP_SECONDS = 60  # at most
+EARLY_STEP, LATE_STEP, GROWTH_BYTES = 20, 100, 50_000_000  # of USS in between, at most
 
-Step = Literal["generate", "propagation", "metis"]
+Method = Literal["propagation", "metis"]
+Step = Literal["generate", "propagation", "metis", "first-step", "train"]
 
 
 def main(folder: Path, step: Step, child: bool = False) -> None:
-    """Run one step in a process of its own and write its row; ``child`` is that process."""
+    """Run one step in a process of its own and write its rows; ``child`` is that process."""
     if child:
+        assert step in ("propagation", "metis")
         print(json.dumps(_coarsen(folder, step)))
         return
+    rows = _train(folder, step) if step in ("first-step", "train") else _build(folder, step)
+    print(json.dumps(rows, indent=1))
+    print(write_rows(f"products_size/{step}", rows))
+
+
+def _build(folder: Path, step: str) -> list[dict[str, Any]]:
     if step == "generate":
         sizes = {"nodes": NODES, "edges": EDGES, "features": FEATURES, "classes": CLASSES, "seed": SEED}
         flags = [f"--{name}={value}" for name, value in sizes.items()]
@@ -43,18 +58,44 @@ def main(folder: Path, step: Step, child: bool = False) -> None:
     else:
         sizes = {"clusters_wanted": CLUSTERS, "super_nodes_wanted": SUPER_NODES}
         command = ["-m", "bench.paper.products_size", f"--folder={folder}", f"--step={step}", "--child"]
-    said, measured = _run([sys.executable, *command])
+    said, measured = run(*command)
     print(said)
     row = {"step": step, **sizes, **measured}
     if step == "generate":
-        row |= json.loads((folder / "header.json").read_text())["notes"]
-    else:
-        row |= json.loads(said.splitlines()[-1])
-    print(json.dumps(row, indent=1))
-    print(write_rows(f"products_size/{step}", [row]))
+        return [row | json.loads((folder / "header.json").read_text())["notes"]]
+    return [row | json.loads(said.splitlines()[-1])]
 
 
-def _coarsen(folder: Path, step: Step) -> dict[str, object]:
+def _train(folder: Path, step: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as empty:
+        if step == "train":
+            return [{"step": step, **TRAIN, "growth_limit_bytes": GROWTH_BYTES} | _steps(folder, {}, LATE_STEP)]
+        cached = sorted(path.name for path in (folder / "cache").iterdir())
+        fixed = {**TRAIN, "cached": cached, "limit_seconds": FIRST_STEP_SECONDS}
+        return [
+            {"step": step, "jit": jit, **fixed} | _steps(folder, environment, 1)
+            for jit, environment in (("warm", {}), ("cold", {"NUMBA_CACHE_DIR": empty}))
+        ]
+
+
+def _steps(folder: Path, environment: Mapping[str, str], steps: int) -> dict[str, Any]:
+    """Seconds until so many steps are done, and memory on the way."""
+    with tempfile.TemporaryDirectory() as out:
+        metrics = Path(out) / "run" / "metrics.jsonl"
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in TRAIN.items()]
+        flags += [f"--dataset={folder}", f"--out={metrics.parent}", "--device=cpu"]
+        done, found = 0, {}
+        with Child("-m", "megagraph", "train", *flags, environment=environment) as child:
+            while done < steps and child.running():
+                before, done = done, metrics.read_text().count("\n") if metrics.exists() else 0
+                for seen in (1, EARLY_STEP, LATE_STEP):
+                    if before < seen <= done:
+                        found |= {f"step_{seen}_seconds": child.seconds}
+                        found |= {f"step_{seen}_{name}": size for name, size in child.sample().items()}
+        return found | child.peak
+
+
+def _coarsen(folder: Path, step: Method) -> dict[str, object]:
     from megagraph.data.coarsen import merge, partition, quality, quotient
     from megagraph.data.datasets import synthetic_graph
     from megagraph.data.store import open_store
@@ -84,42 +125,6 @@ def _coarsen(folder: Path, step: Step) -> dict[str, object]:
         "super_nodes": asdict(quality(graph, supers)),
         "random_clusters": asdict(quality(graph, chance)),
     }
-
-
-def _run(command: list[str]) -> tuple[str, dict[str, float]]:
-    """What a command prints, and its seconds and peak bytes."""
-    peak = {"peak_uss_bytes": 0, "peak_rss_bytes": 0}
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    while process.poll() is None:
-        total = [_memory(pid) for pid in _tree(process.pid)]
-        for name, values in zip(peak, zip(*total, strict=True), strict=False):
-            peak[name] = max(peak[name], sum(values))
-        time.sleep(_SAMPLE_SECONDS)
-    seconds = time.perf_counter() - started
-    said = process.stdout.read() if process.stdout else ""
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return said.strip(), {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime, **peak}
-
-
-def _tree(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [pid, *(process for child in children for process in _tree(int(child)))]
-
-
-def _memory(pid: int) -> tuple[int, int]:
-    """USS and RSS in bytes."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return 0, 0
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return sum(size for name, size in sizes.items() if name.startswith("Private_")), sizes["Rss"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,287 @@
+"""How long data construction takes: sampling, structure, preparation, and beside training.
+
+    python -m bench.data --step ego --products FOLDER
+    python -m bench.data --step cluster --products FOLDER
+    python -m bench.data --step prepare --root ROOT
+    python -m bench.data --step throughput --root ROOT
+
+FOLDER is the graph that ``bench.paper.products_size --step generate`` leaves; ROOT holds Cora, CiteSeer, and
+wordnet30/raw/wordnet30.npz and debian12/raw/debian12.npz. Every measurement has a process of its own, whose peak memory
+is in the row (see bench.processes). All but ``prepare`` are pinned to cores: ``ego`` and ``cluster`` to one,
+``throughput`` to one for training and another for the loader's worker.
+
+ego: end to end, from target nodes to a batch without features: N' = 15, N_s = 1, six channels, super nodes of 300
+nodes. With a curve over epsilon: the share of the exact top 14's PageRank mass (epsilon 1e-7) that is in the top 14
+found, the slots filled, and the edges walked a source.
+cluster: end to end, with features: the rows of one of four ranks, N' = 8192, N_s = 256, distances up to 8.
+prepare: what ``megagraph train`` computes once for a graph; Numba's cache is empty (cold), then as that left it.
+throughput: steps of ``megagraph train`` on debian12, from a loader with one worker and from batches in memory.
+
+Numba's cache is empty at first everywhere: ``prepare_seconds`` and ``first_batch_seconds`` are with compilation.
+Settings and limits are fixed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+
+from bench.processes import run
+from bench.provenance import write_rows
+from megagraph.attention.dropout import dropout_keys
+from megagraph.config import TrainConfig
+from megagraph.data import compiled
+from megagraph.data.batch import Batch, EgoBatches, Share, prepare
+from megagraph.data.datasets import load_graph
+from megagraph.data.loader import Loader
+from megagraph.data.store import open_store
+from megagraph.data.structure import csr_arrays
+from megagraph.evaluate import batches, make_loader, make_model
+from megagraph.planner.plan import Plan
+from megagraph.train import choose_split, make_optimizers, make_pipeline, train_step
+
+SEED, ROUNDS = 0, 5
+ALPHA, EPSILON, K = 0.15, 1e-4, 14
+EGO = {"num_samples": 1, "num_super": 1, "global_tokens": 0, "super_ratio": 1 / 300}
+EGO_BATCH, EGO_BATCHES, SEQUENCES_PER_SECOND = 256, 16, 4000  # at least
+CURVE, EXACT, CURVE_SOURCES = (1e-3, 3e-4, 1e-4, 3e-5), 1e-7, 200
+CLUSTER = {"batching": "cluster", "bias": "bucket", "sequence_nodes": 8192, "num_super": 256, "max_distance": 8}
+CLUSTER_RANKS, CLUSTER_SEQUENCES, CLUSTER_SECONDS = 4, 5, 0.4  # at most
+PREPARE_SECONDS = {  # at most: with Numba warm, and cold
+    "cora": (1, 10),
+    "citeseer": (1, 10),
+    "wordnet30": (30, 30),
+    "debian12": (30, 30),
+}
+TRAINING = {
+    "ego": TrainConfig(seed=SEED, device="cpu"),
+    "cluster": TrainConfig(seed=SEED, device="cpu", batching="cluster", batch_size=1),
+}
+WARM_STEPS, STEPS, SHARE_OF_PREBUILT = 5, 30, 0.9  # at least; the first steps use up what has been built ahead
+
+Step = Literal["ego", "cluster", "prepare", "throughput"]
+
+
+def main(step: Step, products: Path | None = None, root: Path | None = None, child: str | None = None) -> None:
+    """Run one step and write its rows; ``child`` is the process of one measurement."""
+    if child is not None:
+        print(json.dumps(_measure(step, products, root, child)))
+        return
+    cases = {"prepare": list(PREPARE_SECONDS), "throughput": list(TRAINING)}.get(step, [step])
+    rows = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as empty:
+            environment = {"NUMBA_CACHE_DIR": empty, "OMP_NUM_THREADS": "1"}
+            flags = [f"--step={step}", f"--child={case}"]
+            flags += [f"--{name}={value}" for name, value in (("products", products), ("root", root)) if value]
+            for numba in ("cold", "warm") if step == "prepare" else ("cold",):
+                said, measured = run("-m", "bench.data", *flags, environment=environment)
+                rows.append({"step": step, "case": case, "numba": numba, **json.loads(said), "process": measured})
+                print(json.dumps(rows[-1], indent=1))
+    print(write_rows(f"data/{step}", rows))
+
+
+def _measure(step: Step, products: Path | None, root: Path | None, case: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    if step == "prepare":
+        return _prepare(root, case)
+    if step == "throughput":
+        return _throughput(root, case)
+    os.sched_setaffinity(0, {0})
+    if products is None:
+        raise SystemExit(f"--step {step} needs --products")
+    return _ego(products) if step == "ego" else _cluster(products)
+
+
+def _ego(products: Path) -> dict[str, Any]:
+    graph = open_store(products)
+    graph = replace(graph, features=graph.features[:, :0])
+    rng = np.random.default_rng(SEED)
+    builder, preparing = _timed(lambda: prepare(graph, k=K, **EGO))
+    assert isinstance(builder, EgoBatches) and (builder.pagerank.alpha, builder.pagerank.epsilon) == (ALPHA, EPSILON)
+    targets = rng.integers(graph.num_nodes, size=EGO_BATCH * EGO_BATCHES)
+    loader = Loader(builder, targets, batch_size=EGO_BATCH, seed=SEED, shuffle=False)
+    _, first = _timed(lambda: next(iter(loader.epoch(0))))
+    rounds, filled = [], []
+    for epoch in range(ROUNDS):
+        built, seconds = _timed(lambda epoch=epoch: list(loader.epoch(epoch)))
+        rounds.append(len(targets) / seconds)
+        filled += [1 - batch.key_padding_mask[:, 1 : 1 + K].float().mean().item() for batch in built]
+    return {
+        "unit": "sequences/s",
+        **_spread(rounds),
+        "limit": SEQUENCES_PER_SECOND,
+        "sequences": len(targets),
+        "batch": EGO_BATCH,
+        "k": K,
+        **EGO,
+        "epsilon": EPSILON,
+        "alpha": ALPHA,
+        "sequence_nodes": builder.sequence_nodes,
+        "prepare_seconds": preparing,
+        "first_batch_seconds": first,
+        "filled_slots": K * float(np.mean(filled)),
+        "curve": _curve(builder, rng),
+    }
+
+
+def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, float]]:
+    """Of the same sources for every epsilon."""
+    graph = builder.graph
+    sources = rng.choice(graph.num_nodes, CURVE_SOURCES, replace=False)
+
+    def top(epsilon: float) -> tuple[list[dict[int, float]], int]:
+        """Weights of the K strongest of every source, and the edges walked."""
+        place = np.zeros(graph.num_nodes, np.int32)
+        csr = csr_arrays(graph.indptr, graph.indices)
+        counts, nodes, weights, walked = compiled.pagerank(sources, *csr, ALPHA, epsilon, K, place)
+        cuts = np.cumsum(counts)[:-1]
+        pairs = zip(np.split(nodes, cuts), np.split(weights, cuts), strict=True)
+        return [dict(zip(n.tolist(), w.tolist(), strict=True)) for n, w in pairs], walked
+
+    exact, _ = top(EXACT)
+    rows = []
+    for epsilon in CURVE:
+        (found, walked), seconds = _timed(lambda epsilon=epsilon: top(epsilon))
+        shares = [
+            sum(w for node, w in best.items() if node in here) / sum(best.values())
+            for best, here in zip(exact, found, strict=True)
+        ]
+        rows.append(
+            {
+                "epsilon": epsilon,
+                "top_mass_share": float(np.mean(shares)),
+                "smallest_share": float(min(shares)),
+                "filled_slots": float(np.mean([len(here) for here in found])),
+                "edges_walked": walked / len(sources),
+                "push_seconds": seconds / len(sources),
+            }
+        )
+    return rows
+
+
+def _cluster(products: Path) -> dict[str, Any]:
+    graph = open_store(products)
+    builder, preparing = _timed(lambda: prepare(graph, **CLUSTER))
+    sequences = builder.plan(np.arange(graph.num_nodes), 1, np.random.default_rng(SEED))
+    mask = np.ones(graph.num_nodes, bool)
+
+    def build(index: int) -> Batch:
+        share = Share(cp_rank=index % CLUSTER_RANKS, cp=CLUSTER_RANKS)
+        return builder.build(sequences[index], mask, np.random.default_rng(SEED), share)
+
+    batch, first = _timed(lambda: build(0))
+    seconds = [_timed(lambda index=index: build(index))[1] for index in range(1, 1 + CLUSTER_SEQUENCES * CLUSTER_RANKS)]
+    return {
+        "unit": "s",
+        **_spread(seconds),
+        "limit": CLUSTER_SECONDS,
+        **CLUSTER,
+        "ranks": CLUSTER_RANKS,
+        "rows": batch.layout.num_local,
+        "structure_bytes": batch.structure.untyped_storage().nbytes(),
+        "prepare_seconds": preparing,
+        "first_batch_seconds": first,
+    }
+
+
+def _prepare(root: Path | None, case: str) -> dict[str, Any]:
+    graph = load_graph(*_dataset(root, case))
+    builder, seconds = _timed(lambda: batches(TrainConfig(), graph))
+    return {
+        "unit": "s",
+        "seconds": seconds,
+        "limits": dict(zip(("warm", "cold"), PREPARE_SECONDS[case], strict=True)),
+        "nodes": graph.num_nodes,
+        "largest_degree": int(np.diff(graph.indptr).max()),
+        "scope": builder.structure.powers.scope,
+    }
+
+
+def _dataset(root: Path | None, name: str) -> tuple[str, Path]:
+    if root is None:
+        raise SystemExit("expected --root, the folder of the data sets")
+    raw = root / name / "raw" / f"{name}.npz"
+    return (str(raw) if raw.is_file() else name), root
+
+
+def _throughput(root: Path | None, case: str) -> dict[str, Any]:
+    config = replace(TRAINING[case], workers=1)
+    graph = load_graph(*_dataset(root, "debian12"))
+    builder = batches(config, graph)
+    train = choose_split(graph, config).train
+    prebuilt = list(
+        itertools.islice(
+            make_loader(replace(config, workers=0), builder, train, shuffle=True).epoch(0), WARM_STEPS + STEPS
+        )
+    )
+    torch.manual_seed(SEED)
+    model = make_model(
+        config,
+        config.model_config(
+            in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+        ),
+    )
+    pipeline = make_pipeline(model, Plan(), None, torch.device("cpu"), config)
+    optimizers = make_optimizers(pipeline, config)
+    loader = make_loader(config, builder, train, shuffle=True)
+
+    def steps_of(given: Iterable[Batch]) -> tuple[float, list[float]]:
+        """Steps a second after the first few, and the wait for each batch."""
+        stalls = []
+        batches_left, waiting = iter(given), time.perf_counter()
+        for step in range(WARM_STEPS + STEPS):
+            batch = next(batches_left)
+            stalls.append(time.perf_counter() - waiting)
+            if step == WARM_STEPS:
+                started = waiting
+            keys = dropout_keys(SEED, step, batch.sequence_ids)
+            train_step(pipeline, optimizers, pipeline.receive(batch), keys, config.clip_norm)
+            waiting = time.perf_counter()
+        return STEPS / (waiting - started), stalls[WARM_STEPS:]
+
+    os.sched_setaffinity(0, {1})
+    iter(loader.epoch(0))  # its worker stays on the second core
+    os.sched_setaffinity(0, {0})
+    rounds, stalls = {"loader": [], "prebuilt": []}, []
+    for epoch in range(ROUNDS):
+        rounds["prebuilt"].append(steps_of(prebuilt)[0])
+        speed, waits = steps_of(loader.epoch(epoch))
+        rounds["loader"].append(speed)
+        stalls += waits
+    ratios = [ours / most for ours, most in zip(rounds["loader"], rounds["prebuilt"], strict=True)]
+    return {
+        "unit": "share of the steps/s of prebuilt batches",
+        **_spread(ratios),
+        "limit": SHARE_OF_PREBUILT,
+        "steps": STEPS,
+        "loader": {"unit": "steps/s", **_spread(rounds["loader"])},
+        "prebuilt": {"unit": "steps/s", **_spread(rounds["prebuilt"])},
+        "stall_seconds": {"median": float(np.median(stalls)), "mean": float(np.mean(stalls)), "max": max(stalls)},
+        "sequence_nodes": builder.sequence_nodes,
+    }
+
+
+def _timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - started
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": float(np.median(values)), "min": min(values), "max": max(values), "rounds": len(values)}
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,110 @@
+"""A command in a process of its own, and the memory of its process tree, sampled.
+
+USS: pages that one process alone maps, those of files among them. PSS: every page, shared ones in equal parts, so that
+what the tree shares within counts once. RSS: every page of every process.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+_SAMPLE_SECONDS = 0.25
+
+
+class Child:
+    """A Python command, and all that it starts; ended on leaving the context.
+
+    ``peak`` holds the largest bytes that ``sample`` has seen, ``seconds`` the time since the start.
+    """
+
+    def __init__(self, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
+        self.command = [sys.executable, *map(str, arguments)]
+        self.peak: dict[str, int] = {}
+        self._environment = None if environment is None else os.environ | dict(environment)
+
+    def __enter__(self) -> Child:
+        self._started = time.perf_counter()
+        self._process = subprocess.Popen(
+            self.command, stdout=subprocess.PIPE, text=True, env=self._environment, start_new_session=True
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    def running(self) -> bool:
+        """Whether it goes on, after a short wait and a sample.
+
+        Raises:
+            SystemExit: it has failed.
+        """
+        if self._process.poll() is None:
+            self.sample()
+            time.sleep(_SAMPLE_SECONDS)
+        if self._process.returncode:
+            raise SystemExit(f"{' '.join(self.command)} ended with {self._process.returncode}")
+        return self._process.returncode is None
+
+    def sample(self) -> dict[str, int]:
+        """Bytes of the whole tree now."""
+        total: dict[str, int] = {}
+        for pid in _tree(self._process.pid):
+            for name, size in _memory(pid).items():
+                total[name] = total.get(name, 0) + size
+        for name, size in total.items():
+            self.peak[f"peak_{name}"] = max(self.peak.get(f"peak_{name}", 0), size)
+        return total
+
+    def said(self) -> str:
+        """What it has printed; it has ended."""
+        assert self._process.stdout is not None
+        return self._process.stdout.read().strip()
+
+
+def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, float]]:
+    """What a command prints, and its seconds and peak bytes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with Child(*arguments, environment=environment) as child:
+        while child.running():
+            pass
+        seconds, said = child.seconds, child.said()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_seconds = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return said, {"seconds": seconds, "cpu_seconds": cpu_seconds, **child.peak}
+
+
+def _tree(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(process for child in children for process in _tree(int(child)))]
+
+
+def _memory(pid: int) -> dict[str, int]:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return {}  # it has just ended
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    return {
+        "uss_bytes": sum(size for name, size in sizes.items() if name in ("Private_Clean", "Private_Dirty")),
+        "pss_bytes": sizes["Pss"],
+        "rss_bytes": sizes["Rss"],
+    }
