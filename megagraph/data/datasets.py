@@ -197,6 +197,11 @@ class Graph:
         )
 
 
+def csr_arrays(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As the compiled loops take them: int64 and int32 (no copy where they are), of a mapped file its plain view."""
+    return np.asarray(indptr, np.int64), np.asarray(indices, np.int32)
+
+
 def _attribute(data: Any, key: str) -> Any:
     """A tensor as a numpy array; a sparse ``x`` as a CSR matrix."""
     value = getattr(data, key, None)
@@ -290,7 +295,11 @@ _SOURCES = {
 
 
 def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
-    """Load a data set by name, from an ``.npz`` file with the keys of ``torch_geometric.io.read_npz``, or from a store.
+    """Load a data set by name, from an ``.npz`` file, or from a store.
+
+    The file holds CSR matrices adj and attr (``adj_data``, ``adj_indices``, ``adj_indptr``, ``adj_shape``, ...) and
+    integer ``labels``, as ``torch_geometric.io.read_npz`` takes it. Features keep their values; PyG makes those above
+    0 ones.
 
     Args:
         dataset: "synthetic", a name of the list above, a path that ends in ``.npz``, or the folder of a store.
@@ -325,18 +334,25 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
 def _load_npz(path: Path) -> Graph:
     if not path.is_file():
         raise FileNotFoundError(f"expected an .npz file, got {path}, which does not exist")
-    from torch_geometric.io import read_npz
-
     try:
-        data = read_npz(str(path))
+        with np.load(path) as file:
+            adjacency, x = (_csr(file, key) for key in ("adj", "attr"))
+            labels = file["labels"]
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"expected {path} to hold adj_data, adj_indices, adj_indptr, adj_shape, the same four of attr, and "
             f"labels; {error.args[0]}"
         ) from error
-    with np.load(path) as file:
-        _refuse_weights("adj_data", file["adj_data"])
-    return Graph.from_data(data, path.stem)
+    _refuse_weights("adj_data", adjacency.data)
+    edge_index = np.stack(adjacency.tocoo().coords).astype(np.int64)
+    return Graph._from_arrays(path.stem, x.toarray(), edge_index, labels, None)
+
+
+def _csr(file: Any, key: str) -> sp.csr_array:
+    parts = tuple(file[f"{key}_{part}"] for part in ("data", "indices", "indptr"))
+    matrix = sp.csr_array(parts, shape=file[f"{key}_shape"])
+    matrix.check_format(full_check=True)
+    return matrix
 
 
 def synthetic_graph(

@@ -3,7 +3,6 @@ import json
 import pickle
 import re
 import resource
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -166,47 +165,9 @@ def nan_feature(store):
     rehash(store)
 
 
-@pytest.mark.parametrize(
-    ("harm", "verify", "message"),
-    [
-        (truncate, False, r"expected .*indices\.npy of \d+ bytes, got \d+; import the graph again"),
-        (lambda store: (store / "labels.npy").unlink(), False, r"expected .*labels\.npy of 2528 bytes, got 0"),
-        (lambda store: (store / "header.json").unlink(), False, "expected a graph store, got .* without header.json"),
-        (lambda store: (store / "header.json").write_text("{}"), False, "expected the header of a graph store"),
-        (edit_header(version=2), False, "expected a graph store of version 1, got 2"),
-        (edit_header(arrays={}), False, "to hold features, indices, indptr, labels, got "),
-        (
-            lambda store: damage(store, "features", lambda x: x[:-1]),
-            False,
-            r"expected features of shape \[300, d_in\], got \[299, 8\]",
-        ),
-        (
-            lambda store: damage(store, "features", np.float64),
-            False,
-            r"features\.npy of dtype <f4 or <f2 and shape \[300, 8\], got <f8",
-        ),
-        (lambda store: damage(store, "indptr", put(-1, 5)), False, r"indptr\.npy to go from 0 to \d+, got 0\.\.5"),
-        (flip_a_bit, True, r"expected .*features\.npy with sha256 \w+, got \w+"),
-        (out_of_range, True, r"expected .*indices\.npy in 0\.\.299, got 0\.\.300"),
-        (one_way, True, "expected both directions of every edge"),
-        (nan_feature, True, "expected finite features, got NaN or inf first in row 17"),
-    ],
-)
-def test_a_damaged_store_is_refused(harm, verify, message, graph, tmp_path, monkeypatch, capsys):
-    write_store(graph, tmp_path / "store")
-    harm(tmp_path / "store")
-    if verify:
-        assert command(monkeypatch, capsys, "data", "info", tmp_path / "store")[0] == 0
-    else:
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            load_graph(str(tmp_path / "store"), None)
-    code, said = command(monkeypatch, capsys, "data", "info", tmp_path / "store", "--verify")
-    assert code == 1 and re.search(message, said) and "Traceback" not in said
-
-
 def npz(path, **changes):
     adjacency = sp.random_array((30, 30), density=0.2, format="csr", rng=0)
-    x = sp.csr_array(np.arange(60, dtype=np.float32).reshape(30, 2) - 30)  # PyG turns what is above 0 into 1
+    x = sp.csr_array(np.arange(60, dtype=np.float32).reshape(30, 2) - 30)
     values = {"labels": np.arange(30) % 3}
     for key, matrix in {"adj": adjacency, "attr": x}.items():
         values |= {f"{key}_{part}": getattr(matrix, part) for part in ("data", "indices", "indptr", "shape")}
@@ -215,56 +176,123 @@ def npz(path, **changes):
     return path
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        (
-            {"adj_indices": put(3, 30)},
-            (),
-            r"bad\.npz to hold adj_data, .*; axis 1 index 30 exceeds matrix dimension 30",
-        ),
-        ({"attr_data": put(1, np.nan)}, (), "expected finite features, got NaN or inf first in row 0"),
-        ({"labels": lambda x: x[:-1]}, (), r"expected labels of shape \[30\], got \[29\]"),
-        ({"labels": lambda x: np.stack([x, x], 1)}, (), r"got multi-label y of shape \[30, 2\]"),
-        ({"adj_data": put(0, 2.5)}, (), r"expected an unweighted graph, got adj_data with values of 1\.\.2\.5"),
-        (
-            {"attr_data": put(0, -1e5)},
-            ("--features", "fp16"),
-            "expected features of at most 65504 for fp16, got 100000",
-        ),
-    ],
-)
-def test_a_failed_import_leaves_the_store_as_it_was(changes, options, message, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "store"
-    assert command(monkeypatch, capsys, "data", "import", npz(tmp_path / "good.npz"), "--out", out)[0] == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    bad = npz(tmp_path / "bad.npz", **changes)
-    code, said = command(monkeypatch, capsys, "data", "import", bad, "--out", out, *options)
-    assert code == 1 and re.search(message, said) and "Traceback" not in said
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.npz", "good.npz", "store"]
+def test_npz_features_keep_their_values(tmp_path):
+    graph = load_graph(str(npz(tmp_path / "real.npz")), None)
+    assert (graph.features == np.arange(60).reshape(30, 2) - 30).all()
 
 
-def test_a_file_that_may_not_grow_leaves_the_store_as_it_was(graph, tmp_path):
+def opening(harm, *flags):
+    """``data info`` of a store that has been harmed."""
+
+    def arguments(folder):
+        harm(folder / "store")
+        return "info", folder / "store", *flags
+
+    return arguments
+
+
+def importing(*flags, **changes):
+    """``data import`` of a file with these changes over a good store."""
+    return lambda folder: ("import", npz(folder / "bad.npz", **changes), "--out", folder / "store", *flags)
+
+
+def importing_over_other_things(folder):
+    (folder / "thesis").mkdir()
+    (folder / "thesis" / "thesis.txt").touch()
+    return "import", "synthetic", "--out", folder / "thesis"
+
+
+def importing_where_files_may_not_grow(folder):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    return "import", "synthetic", "--out", folder / "store"
+
+
+BAD_INPUT = {
+    "truncated": (opening(truncate), r"expected .*indices\.npy of \d+ bytes, got \d+; import the graph again"),
+    "file missing": (
+        opening(lambda store: (store / "labels.npy").unlink()),
+        r"expected .*labels\.npy of 2528 bytes, got 0",
+    ),
+    "no header": (
+        opening(lambda store: (store / "header.json").unlink()),
+        r"expected a graph store, got .* without header\.json",
+    ),
+    "empty header": (
+        opening(lambda store: (store / "header.json").write_text("{}")),
+        "expected the header of a graph store, got .*header.json: KeyError",
+    ),
+    "version": (opening(edit_header(version=2)), "expected a graph store of version 1, got 2"),
+    "no arrays": (opening(edit_header(arrays={})), "to hold features, indices, indptr, labels, got "),
+    "features not matching nodes": (
+        opening(lambda store: damage(store, "features", lambda x: x[:-1])),
+        r"expected features of shape \[300, d_in\], got \[299, 8\]",
+    ),
+    "dtype": (
+        opening(lambda store: damage(store, "features", np.float64)),
+        r"features\.npy of dtype <f4 or <f2 and shape \[300, 8\], got <f8",
+    ),
+    "pointer end": (
+        opening(lambda store: damage(store, "indptr", put(-1, 5))),
+        r"indptr\.npy to go from 0 to \d+, got 0\.\.5",
+    ),
+    "checksum": (opening(flip_a_bit, "--verify"), r"expected .*features\.npy with sha256 \w+, got \w+"),
+    "edge out of range": (opening(out_of_range, "--verify"), r"expected .*indices\.npy in 0\.\.299, got 0\.\.300"),
+    "one direction": (opening(one_way, "--verify"), "expected both directions of every edge"),
+    "NaN features": (opening(nan_feature, "--verify"), "expected finite features, got NaN or inf first in row 17"),
+    "imported edge out of range": (
+        importing(adj_indices=put(3, 30)),
+        r"bad\.npz to hold adj_data, .* labels; indices must be < 30",
+    ),
+    "imported NaN features": (
+        importing(attr_data=put(1, np.nan)),
+        "expected finite features, got NaN or inf first in row 0",
+    ),
+    "imported features not matching nodes": (
+        importing(adj_shape=lambda _: (31, 31), adj_indptr=lambda x: np.append(x, x[-1]), adj_indices=put(3, 30)),
+        r"expected edge_index in 0\.\.29, got 0\.\.30; x has one row per node",
+    ),
+    "imported labels": (importing(labels=lambda x: x[:-1]), r"expected labels of shape \[30\], got \[29\]"),
+    "imported multi-label": (
+        importing(labels=lambda x: np.stack([x, x], 1)),
+        r"got multi-label y of shape \[30, 2\]",
+    ),
+    "imported weights": (
+        importing(adj_data=put(0, 2.5)),
+        r"expected an unweighted graph, got adj_data with values of 1\.\.2\.5",
+    ),
+    "too large for fp16": (
+        importing("--features", "fp16", attr_data=put(0, -1e5)),
+        "expected features of at most 65504 for fp16, got 100000",
+    ),
+    "file-size limit": (
+        importing_where_files_may_not_grow,
+        r"could not write features\.npy of 512,000 bytes into .*: File too large; make room",
+    ),
+    "folder taken": (importing_over_other_things, "to be free or a graph store, got something else"),
+}
+
+
+@pytest.fixture
+def file_size_limit():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("file_size_limit")
+@pytest.mark.parametrize(("bad", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_refused_and_changes_nothing(bad, message, graph, tmp_path, monkeypatch, capsys):
+    def contents():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
     write_store(graph, tmp_path / "store")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
-    done = subprocess.run(
-        [sys.executable, "-m", "megagraph", "data", "import", "synthetic", "--out", tmp_path / "store"],
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"could not write features\.npy of 512,000 bytes into .*: File too large; make room", done.stderr)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_other_folders_are_not_replaced(graph, tmp_path):
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="to be free or a graph store, got something else"):
-        write_store(graph, tmp_path)
-    assert (tmp_path / "thesis.txt").exists()
+    arguments = bad(tmp_path)
+    if "--verify" in arguments:
+        open_store(tmp_path / "store")  # does not read that far
+    before = contents()
+    code, said = command(monkeypatch, capsys, "data", *arguments)
+    assert code == 1 and re.search(message, said) and "Traceback" not in said
+    assert contents() == before
 
 
 @pytest.mark.parametrize("key", ["edge_weight", "edge_attr"])
