@@ -43,10 +43,9 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data import compiled
 from megagraph.data.batch import Batch, EgoBatches, Share, prepare
-from megagraph.data.datasets import load_graph
+from megagraph.data.datasets import csr_arrays, load_graph
 from megagraph.data.loader import Loader
 from megagraph.data.store import open_store
-from megagraph.data.structure import csr_arrays
 from megagraph.evaluate import batches, make_loader, make_model
 from megagraph.planner.plan import Plan
 from megagraph.train import choose_split, make_optimizers, make_pipeline, train_step

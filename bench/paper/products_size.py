@@ -110,7 +110,7 @@ def _coarsen(folder: Path, step: Method) -> dict[str, object]:
     clusters = partition(graph, CLUSTERS, step)
     partitioned = time.perf_counter()
     print(f"{step}: {partitioned - started:.1f} s, {quality(graph, clusters)}", file=sys.stderr, flush=True)
-    supers = merge(clusters, quotient(graph, clusters), SUPER_NODES)
+    supers, _ = merge(clusters, quotient(graph, clusters), SUPER_NODES)
     merged = time.perf_counter()
     again = partition(graph, CLUSTERS, step)
     cached_seconds = time.perf_counter() - merged

@@ -485,7 +485,8 @@ def prepare(
             raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
         clusters = partition(graph, -(-graph.num_nodes // cluster_size))
         edges = quotient(graph, clusters)
-        coarsening = coarsen(graph, merge(clusters, edges, num_super - global_tokens), strongest=_COARSE_EDGES)
+        supers, between = merge(clusters, edges, num_super - global_tokens)
+        coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
     structure: BiasChannels | DistanceBuckets
     if bias == "projected":
         structure = BiasChannels(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Literal
 import numpy as np
 import scipy.sparse as sp
 
-from megagraph.data.datasets import Graph
+from megagraph.data.datasets import Graph, csr_arrays
 from megagraph.data.store import read_header, save_array
 
 Method = Literal["auto", "metis", "propagation"]
@@ -125,34 +126,36 @@ def _cache_path(graph: Graph, name: str) -> Path | None:
     return graph.store / "cache" / f"partition-{name}-{key}-v{_CACHE_VERSION}.npy"
 
 
-def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> np.ndarray:
-    """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between -> int32 [V].
+def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np.ndarray, sp.csr_array]:
+    """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between.
 
     Args:
         edges: between the clusters, their ``quotient``.
+
+    Returns:
+        the super node of every node, int32 [V], and the edges between super nodes.
     """
     size = np.bincount(clusters)
     if len(size) <= num_parts:
-        return clusters
+        return clusters, edges
     between = edges.copy()
     between.setdiag(0)
     between.eliminate_zeros()
-    return _metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))[clusters]
+    parts = _metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))
+    one_hot = sp.csr_array((np.ones(len(size), np.float32), parts, np.arange(len(size) + 1)))
+    merged = sp.csr_array(one_hot.T @ edges @ one_hot)
+    merged.sort_indices()
+    return parts[clusters], merged
 
 
 def quotient(graph: Graph, parts: np.ndarray) -> sp.csr_array:
     """Directed edges between every two parts, and inside each on the diagonal: float32 [P, P]."""
-    adjacency, size = graph.adjacency, np.bincount(parts)
-    members = (np.ones(graph.num_nodes, np.float32), parts, np.arange(graph.num_nodes + 1))
-    one_hot = sp.csr_array(members, shape=(graph.num_nodes, len(size)))
-    order, starts = np.argsort(parts, kind="stable"), np.concatenate([[0], np.cumsum(size)])
-    step = max(1, _CHUNK_NODES * len(size) // graph.num_nodes)
-    rows = []
-    for first in range(0, len(size), step):
-        last = min(first + step, len(size))
-        nodes = order[starts[first] : starts[last]]
-        rows.append(one_hot[nodes][:, first:last].T @ (adjacency[nodes] @ one_hot))
-    edges = sp.csr_array(sp.vstack(rows, format="csr"))
+    from megagraph.data import compiled
+
+    size = np.bincount(parts)
+    members, starts = np.argsort(parts, kind="stable"), np.concatenate([[0], np.cumsum(size)])
+    csr = compiled.quotient(*csr_arrays(graph.indptr, graph.indices), parts.astype(np.int32), members, starts)
+    edges = sp.csr_array(csr, shape=(len(size), len(size)))
     edges.sort_indices()
     return edges
 
@@ -186,16 +189,20 @@ def quality(graph: Graph, parts: np.ndarray) -> Quality:
     )
 
 
-def coarsen(graph: Graph, membership: np.ndarray, strongest: int | None = None) -> Coarsening:
+def coarsen(
+    graph: Graph, membership: np.ndarray, *, edges: sp.csr_array | None = None, strongest: int | None = None
+) -> Coarsening:
     """The coarse graph of a partition [V] whose parts are numbered without gaps.
 
     Args:
+        edges: between the parts, their ``quotient``, where it is known.
         strongest: keep of the coarse adjacency the diagonal and what is among so many largest entries of its row or of
             its column; ``None`` keeps all. Uncut, that of large parts is nearly complete, and distance says nothing.
     """
     size = np.bincount(membership).astype(np.float32)
     scale = sp.diags_array(size**-0.5)
-    adjacency = normalized_adjacency(scale @ quotient(graph, membership) @ scale)
+    edges = quotient(graph, membership) if edges is None else edges
+    adjacency = normalized_adjacency(scale @ edges @ scale)
     return Coarsening(
         membership=membership,
         features=part_sums(graph, membership) / size[:, None],
@@ -223,9 +230,10 @@ def keep_strongest(matrix: sp.csr_array, count: int) -> sp.csr_array:
 def _ranks(matrix: sp.csr_array) -> tuple[np.ndarray, np.ndarray]:
     """The row of every entry, and its rank there: 0 is the diagonal, then the others from the largest on."""
     row = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    order = np.lexsort((matrix.indices, -matrix.data, row != matrix.indices, row))
+    weight = np.where(row == matrix.indices, np.inf, matrix.data)
     rank = np.empty(len(row), np.int64)
-    rank[order] = np.arange(len(row)) - matrix.indptr[row]
+    for start, stop in itertools.pairwise(matrix.indptr):
+        rank[start + np.argsort(-weight[start:stop], kind="stable")] = np.arange(stop - start)
     return row, rank
 
 

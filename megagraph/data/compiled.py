@@ -252,6 +252,37 @@ def reach(sources, indptr, indices, num_hops):
 
 
 @njit(cache=True, nogil=True)
+def quotient(indptr, indices, parts, members, starts):
+    """Edges between parts: CSR data float32, columns int32 in no order, row starts int64.
+
+    Args:
+        parts: int32 [V], of every node.
+        members, starts: the nodes of part p are members[starts[p] : starts[p + 1]].
+    """
+    num_parts = len(starts) - 1
+    number = np.zeros(num_parts, np.int64)
+    rows = np.zeros(num_parts + 1, np.int64)
+    columns, data = np.empty(num_parts, np.int32), np.empty(num_parts, np.float32)
+    for part in range(num_parts):
+        size = rows[part]
+        if size + num_parts > len(columns):
+            columns = np.append(columns, np.empty(size + num_parts, np.int32))
+            data = np.append(data, np.empty(size + num_parts, np.float32))
+        for node in members[starts[part] : starts[part + 1]]:
+            for edge in range(indptr[node], indptr[node + 1]):
+                other = parts[indices[edge]]
+                if number[other] == 0:
+                    columns[size] = other
+                    size += 1
+                number[other] += 1
+        for entry in range(rows[part], size):
+            data[entry] = number[columns[entry]]
+            number[columns[entry]] = 0
+        rows[part + 1] = size
+    return data[:size], columns[:size], rows
+
+
+@njit(cache=True, nogil=True)
 def powers(indptr, indices, data, starts, columns, values):
     """Powers 1..C of a symmetric matrix with a full diagonal, in the pattern of the last one, which holds the others'.
 

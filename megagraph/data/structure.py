@@ -15,7 +15,7 @@ import torch
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
-from megagraph.data.datasets import Graph
+from megagraph.data.datasets import Graph, csr_arrays
 
 Scope = Literal["auto", "graph", "batch"]
 
@@ -120,11 +120,6 @@ class AdjacencyPowers:
             scale = np.where(nodes < 0, np.float32(0), self._scale[nodes]).ravel()
             values, loops = scale[row] * scale[columns], scale**2
         return sp.csr_array((values, columns, starts), shape=(nodes.size, nodes.size)), loops[:, None]
-
-
-def csr_arrays(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As the compiled loops take them: int64 and int32 (no copy where they are), of a mapped file its plain view."""
-    return np.asarray(indptr, np.int64), np.asarray(indices, np.int32)
 
 
 def _power_table(matrix: sp.csr_array, num_powers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
