@@ -43,6 +43,7 @@ def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
         super_ratio=config.super_ratio,
         sequence_nodes=config.sequence_nodes,
         num_super=config.super_nodes,
+        channel_dtype=torch.bfloat16 if config.dtype == "bf16" else torch.float32,
     )
 
 

@@ -11,7 +11,6 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import align_columns
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, coarsen, merge, nearest_parts, partition, quotient
 from megagraph.data.datasets import Graph
@@ -64,7 +63,7 @@ class Batch:
         degrees:          [K * U]           int64    of these rows; a super node has the mean degree of its members
         node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = not read
         node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
-        structure:        [b, C + G, S, N]  float32  channels of ``ProjectedBias``, or
+        structure:        [b, C + G, S, N]  float32  or bfloat16, channels of ``ProjectedBias``, or
                           [b, S, N]         uint8    buckets of ``BucketBias``
         key_padding_mask: [b, N]            bool     True = padding
         labels:           [b, t]            int64    class, -1 = does not count
@@ -112,19 +111,11 @@ class Batch:
         self,
         device: torch.device | str,
         *,
-        kernel_dtype: torch.dtype | None = None,
         leave: Collection[str] = (),
         non_blocking: bool = False,
     ) -> Batch:
-        """The batch on ``device``, but for the fields to ``leave``.
-
-        For the kernels, channels come in their dtype and structure is laid out for wide loads.
-        """
-        batch = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
-        if kernel_dtype is None:
-            return batch
-        structure = batch.structure.to(kernel_dtype) if batch.structure.is_floating_point() else batch.structure
-        return replace(batch, structure=align_columns(structure))
+        """The batch on ``device``, but for the fields to ``leave``."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
@@ -452,11 +443,12 @@ def prepare(
     sequence_nodes: int = 1024,
     cluster_size: int | None = None,
     together: float = 0.5,
+    channel_dtype: torch.dtype = torch.float32,
 ) -> EgoBatches | ClusterBatches:
     """All that is computed once per graph: super nodes, neighbours or clusters, and the tables of the bias.
 
     Args:
-        channels: powers of the adjacency under bias "projected".
+        channels, channel_dtype: powers of the adjacency under bias "projected", and the dtype they come in.
         max_distance: largest distance with a bucket of its own under bias "bucket".
         num_super: N_s of a sequence, with global tokens; default for ego one more than these, for cluster 64.
         k, num_samples, super_ratio: ego only; super nodes per node of the graph.
@@ -490,7 +482,13 @@ def prepare(
     structure: BiasChannels | DistanceBuckets
     if bias == "projected":
         structure = BiasChannels(
-            graph, coarsening, num_powers=channels, global_tokens=global_tokens, scope=scope, own_super=not ego
+            graph,
+            coarsening,
+            num_powers=channels,
+            global_tokens=global_tokens,
+            scope=scope,
+            own_super=not ego,
+            dtype=channel_dtype,
         )
     else:
         structure = DistanceBuckets(graph, coarsening, max_distance=max_distance, global_tokens=global_tokens)

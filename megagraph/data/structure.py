@@ -180,9 +180,9 @@ def _aligned(shape: tuple[int, ...], fill: float, dtype: type) -> np.ndarray:
     return np.full((*shape[:-1], columns), fill, dtype)[..., : shape[-1]]
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """What ``_aligned`` gave, with the memory between the rows up to the end of the last one."""
-    return torch.from_numpy(array.base)[..., : array.shape[-1]]
+def _tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What ``_aligned`` gave, with the memory between the rows up to the end of the last one; maybe rounded."""
+    return torch.from_numpy(array.base).to(dtype)[..., : array.shape[-1]]
 
 
 class BiasChannels:
@@ -191,6 +191,9 @@ class BiasChannels:
     Between regular nodes the powers of the graph; between a super node and a regular node, or two super nodes,
     those of the coarse graph between their super nodes. Channel C + g is 1 on row and column of global token g. With
     ``own_super`` the last channel is 1 between a regular node and the super node that it belongs to.
+
+    Args:
+        dtype: of the channels, which are computed in fp32: bf16 halves what is sent to the device.
     """
 
     def __init__(
@@ -202,7 +205,9 @@ class BiasChannels:
         global_tokens: int,
         scope: Scope = "auto",
         own_super: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.dtype = dtype
         self.global_tokens = global_tokens
         self.own_super = own_super
         self.size = num_powers + global_tokens + own_super  # channels
@@ -217,7 +222,7 @@ class BiasChannels:
             ValueError: more than MAX_CHANNEL_BYTES.
         """
         entries = num_sequences * layout.num_local * _aligned_columns(layout)
-        if (channel_bytes := 4 * self.size * entries) > MAX_CHANNEL_BYTES:
+        if (channel_bytes := self.dtype.itemsize * self.size * entries) > MAX_CHANNEL_BYTES:
             raise ValueError(
                 f"the {self.size} channels of {num_sequences} x {layout.num_local} x {layout.num_columns} node pairs "
                 f"take {channel_bytes:,} bytes, above the limit of {MAX_CHANNEL_BYTES:,}; take bias 'bucket' "
@@ -226,7 +231,7 @@ class BiasChannels:
         return channel_bytes
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> torch.Tensor:
-        """Regular nodes [B, n], super nodes [B, s] -> float32 [B, channels, S, N]; zero on padding."""
+        """Regular nodes [B, n], super nodes [B, s] -> [B, channels, S, N] of ``dtype``; zero on padding."""
         self.num_bytes(len(regular), layout)
         n, s, block = layout.num_nodes, supers.shape[1], layout.block()
         num_powers, tokens = self.powers.num_powers, n + s
@@ -248,7 +253,7 @@ class BiasChannels:
             own = (supers[:, :, None] == super_of[:, None, :]) & (supers >= 0)[:, :, None]
             super_rows[:, -1, :s, :n] = own
             regular_rows[:, -1, :, n:tokens] = own[..., block.start : block.stop].swapaxes(1, 2)
-        return _tensor(channels)
+        return _tensor(channels, self.dtype)
 
 
 def num_buckets(max_distance: int) -> int:

@@ -186,8 +186,7 @@ class Pipeline:
 
     def receive(self, batch: Batch) -> Batch:
         """The batch on this device, but for what none of the stages here reads."""
-        kernel_dtype = self.stages[0].hidden_dtype if self.device.type == "cuda" else None
-        return batch.to(self.device, kernel_dtype=kernel_dtype, leave=self._unread, non_blocking=True)
+        return batch.to(self.device, leave=self._unread, non_blocking=True)
 
     def backward(self, batch: Batch, dropout_key: Tensor, loss: Loss) -> Tensor:
         """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.

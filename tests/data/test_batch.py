@@ -344,12 +344,18 @@ def test_share_refuses(options, message):
         Share(**options)
 
 
-def test_structure_for_the_kernels_is_aligned(ego):
-    batch = ego.build(np.array([1]), np.ones(400, bool), np.random.default_rng(0))
-    structure = batch.to("cpu", kernel_dtype=torch.bfloat16).structure
-    expected = batch.structure.bfloat16() if batch.structure.is_floating_point() else batch.structure
-    assert structure.dtype == expected.dtype and torch.equal(structure, expected)
-    assert structure.shape[-1] % 16 and all(stride % 16 == 0 for stride in structure.stride()[:-1])
+@pytest.mark.parametrize("batching", ["ego", "cluster"])
+def test_bf16_channels_are_rounded_fp32_ones(graph, batching):
+    options = dict(batching=batching, bias="projected", k=6, sequence_nodes=128, num_super=8, channels=4)
+    targets = np.arange(128)[None] if batching == "cluster" else np.array([5, 0])
+    exact, rounded = (
+        prepare(graph, **options, channel_dtype=dtype).build(targets, np.ones(400, bool), np.random.default_rng(0))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert rounded.structure.dtype == torch.bfloat16 and align_columns(rounded.structure) is rounded.structure
+    assert torch.equal(rounded.structure, exact.structure.bfloat16())
+    assert 2 * rounded.structure.untyped_storage().nbytes() == exact.structure.untyped_storage().nbytes()
+    assert torch.equal(rounded.features, exact.features)
 
 
 def test_a_batch_moves_with_its_rows_aligned(ego):
