@@ -2,7 +2,7 @@
 # On a machine with one GPU, PyTorch, Triton, pytest with its xdist, timeout and
 # benchmark plugins. OUT is a folder for rows, plots and logs.
 #   bench/gpu.sh --check OUT    values and gradients of every kernel against fp64, the same bits in 100 runs, and
-#                               rings of 2 to 4 processes that share the GPU
+#                               rings and pipelines of 2 to 4 processes that share the GPU
 #   bench/gpu.sh OUT            times beside floors and peers; a short table last
 # Each takes at most 9 minutes. Wheels of what is missing may lie in bench/wheels/; where there is no git,
 # MEGAGRAPH_COMMIT names the commit.
@@ -24,6 +24,7 @@ if [ "$check" ]; then
     # kernels compile in as many processes; what needs processes of its own is not a matter of kernels
     timeout 530 python3 -m pytest -q -n "$(nproc)" --benchmark-disable --junitxml "$out/check.xml" \
         -k "not processes and not mesh and not gathered" bench/test_values.py tests/attention tests/kernels \
+        tests/test_train.py::test_a_pipeline_whose_stages_share_a_gpu \
         2>&1 | tee "$out/check.log"
     exit
 fi

@@ -265,6 +265,25 @@ def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):
     np.testing.assert_allclose(*(mg.predict(tmp_path / run) for run in ("several", "one")), atol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; bench/gpu.sh --check runs it")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--plan 2,1,1 --microbatches 4 --schedule 1f1b",
+        "--plan 2,2,1 --microbatches 2",
+        "--plan 2,1,2 --microbatches 2 --checkpoint",
+    ],
+)
+def test_a_pipeline_whose_stages_share_a_gpu(tmp_path, graph_file, flags):
+    small = SMALL | dict(dataset=str(graph_file), batch_size=64, device="cuda:0")
+    mg.Trainer(config(tmp_path, **small, out=tmp_path / "one")).fit()
+    words = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words += ["--learning-rate", 1e-2, *flags.split(), "--out", tmp_path / "several"]
+    done = torchrun(2 if "2,1,1" in flags else 4, "-m", "megagraph", "train", *words)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "several"), losses(tmp_path / "one"), rtol=1e-4)
+
+
 def test_a_script_may_train_twice(tmp_path, graph_file):
     script = tmp_path / "script.py"
     script.write_text(

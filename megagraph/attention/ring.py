@@ -154,9 +154,13 @@ def _copy_stream(device: torch.device) -> Any:
 
 
 def make_exchange(mesh: DeviceMesh, device: torch.device) -> Exchange:
-    """The exchange of this rank for tensors on a device: gloo sends and receives in memory of the host only."""
-    staged = device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(mesh.get_group()).split(",")
-    return StagedExchange(mesh, device) if staged else GroupExchange(mesh)
+    """The exchange of this rank for tensors on a device."""
+    return StagedExchange(mesh, device) if travels_through_host(mesh, device) else GroupExchange(mesh)
+
+
+def travels_through_host(mesh: DeviceMesh, device: torch.device) -> bool:
+    """Whether tensors on a device have to be copied to be sent: gloo sends and receives in memory of the host only."""
+    return device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(mesh.get_group()).split(",")
 
 
 class Loopback:

@@ -93,11 +93,6 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """A mesh with the dims pp, dp and cp, neighbours of a ring side by side; ``None`` for one process."""
     if plan.world_size == 1:
         return None
-    if plan.pp > 1 and f"{device.type}:gloo" in dist.get_backend_config().split(",") and device.type != "cpu":
-        raise NotImplementedError(
-            f"stages of a pipeline cannot share a {device.type} device, got pp = {plan.pp} and fewer devices than "
-            "processes; use pp = 1, or --device cpu"
-        )
     return init_device_mesh(device.type, (plan.pp, plan.dp, plan.cp), mesh_dim_names=("pp", "dp", "cp"))
 
 

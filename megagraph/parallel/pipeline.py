@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.profiler import record_function
 
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.ring import travels_through_host
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
@@ -82,6 +83,7 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.autocast = autocast
+        self.wire: torch.device | None = None  # where hidden states wait to be sent; None: where they are
         shared = (*model.layers.values(), *model.parameters())
         self.model = copy.deepcopy(model, {id(part): part for part in shared})
         self.model.keep_layers(layers)
@@ -128,9 +130,10 @@ class Stage(nn.Module):
                     features = _collect_gradient(features, features_grad)
                 x = self.model.embed(features, degrees, node_index, layout, dropout_key)
             assert x is not None
+            x = x.to(self.device)
             x = self.model.transform(x, structure, key_padding_mask, layout, setting.num_targets, dropout_key)
             if not self.last:
-                return x
+                return x.to(self.wire)
             scores = self.model.read_out(x)
         if setting.loss is None:
             return scores
@@ -165,6 +168,11 @@ class Pipeline:
         self.stages, self.modules, self.plan, self.mesh, self.table = stages, modules, plan, mesh, table
         self.config, self.device = stages[0].model.config, stages[0].device
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
+        self._wire = self.device
+        if self._group is not None and travels_through_host(self._group, self.device):
+            self._wire = torch.device("cpu")
+        for stage in stages:
+            stage.wire = self._wire
         self._schedules: dict[tuple, tuple[Schedule, list[_Part]]] = {}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -271,7 +279,7 @@ class Pipeline:
             )
         size = batch.batch_size // num_chunks
         empty = partial(torch.empty, device=self.device, requires_grad=True)
-        hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype)
+        hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype, device=self._wire)
         if training:  # the last stage gives the loss
             result = empty((), dtype=torch.promote_types(dtype, torch.float32))
         else:
@@ -281,7 +289,7 @@ class Pipeline:
                 module if training else stage,
                 self._group.get_local_rank() + i * self.plan.pp,
                 self.plan.num_stages,
-                self.device,
+                self._wire,
                 input_args=() if stage.first else (hidden,),
                 output_args=(result,) if stage.last else (hidden,),
                 group=self._group.get_group(),

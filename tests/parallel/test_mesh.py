@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -78,14 +77,6 @@ def test_processes_share_a_gpu_if_they_must(monkeypatch, device, gpus, message):
     else:
         with pytest.raises(ValueError, match=message):
             config.torch_device()
-
-
-def test_stages_do_not_share_a_gpu():
-    with (
-        patch.object(mesh.dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo"),
-        pytest.raises(NotImplementedError, match="stages of a pipeline cannot share a cuda device, got pp = 2"),
-    ):
-        mesh.make_mesh(mg.Plan(pp=2), torch.device("cuda", 0))
 
 
 def test_ranks_with_different_plans():
