@@ -119,7 +119,7 @@ class TrainConfig:
     shard: bool = False
     """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
     trace: bool = False
-    """Trace the third to fifth step into RUN/trace/rank-0.json, ... (Chrome, Perfetto, megagraph plot timeline)."""
+    """Trace the third to fifth step into RUN/trace/rank-0.json.gz, ... (for Perfetto and megagraph plot timeline)."""
     timeout: float = 1800.0
     """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 

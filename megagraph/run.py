@@ -8,7 +8,7 @@ RUN/config.json        the TrainConfig
     checkpoints/       what a run that stopped goes on from; gone once it has finished
     summary.json       the result
     curves.png         loss and accuracy
-    trace/rank-0.json  a few steps of every rank, with --trace
+    trace/             rank-0.json.gz, ...: a few steps of every rank, with --trace
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,11 @@ class Span:
 
 
 def recorder(folder: Path, rank: int) -> profile:
-    """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json."""
+    """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json.gz."""
 
     def write(profiler: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
+        profiler.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
 
     devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     window = profiler_schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=TRACED_STEPS, repeat=1)
@@ -48,13 +49,13 @@ def read(folder: Path) -> list[Span]:
         FileNotFoundError: no traces are there.
         ValueError: a trace holds no training step.
     """
-    files = sorted(folder.glob("rank-*.json"))
+    files = sorted(folder.glob("rank-*.json.gz"))
     if not files:
-        raise FileNotFoundError(f"{folder} must hold the traces of a run, rank-0.json and so on; train with --trace")
+        raise FileNotFoundError(f"{folder} must hold the traces of a run, rank-0.json.gz, ...; train with --trace")
     spans = []
     for file in files:
-        rank = int(file.stem.split("-")[1])
-        trace = json.loads(file.read_text())
+        rank = int(file.name.split(".")[0].split("-")[1])
+        trace = json.loads(gzip.decompress(file.read_bytes()))
         base = trace.get("baseTimeNanoseconds", 0) * 1e-9
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         # where there is a GPU, the host's spans say when work was asked for, the GPU's when it was done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -47,7 +48,7 @@ def write_traces(folder: Path, spans=KNOWN) -> Path:
             for name, start, stop in own
         ]  # fmt: skip
         trace = {"baseTimeNanoseconds": base, "traceEvents": [*events, {"ph": "M", "name": "process_name"}]}
-        (folder / f"rank-{rank}.json").write_text(json.dumps(trace))
+        (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     return folder
 
 
