@@ -16,6 +16,7 @@ did.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -77,8 +78,9 @@ def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
         hangs = launcher.poll() is None
         if hangs:
             launcher.kill()
-            for rank in (0, 1):
-                os.kill(int((folder / f"log-{rank}").read_text()), 9)
+            for log in (folder / "log-0", folder / "log-1"):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    os.kill(int(log.read_text()), 9)
         output = (folder / "output").read_text(errors="replace")
         row = {"kind": kind, "phase": phase, "plan": plan, "unit": "seconds", "timeout": TIMEOUT}
         row |= {"held_up_seconds": round(held_up, 2)}
