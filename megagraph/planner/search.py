@@ -83,12 +83,12 @@ def search(
     if not set(fixed) <= set(known):
         raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
     found = _Search(cost, model_config, given, memory_limit_bytes, strict)
-    shapes = [
+    wanted = [
         plan
-        for plan in _shapes(model_config, world_size, given, fixed)
+        for plan in shapes(model_config, world_size, given, fixed)
         if all(getattr(plan, name, value) == value for name, value in fixed.items())
     ]
-    candidates = [candidate for plan in shapes for candidate in found.candidates(plan)]
+    candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
     open_: list[Candidate] = []
     closed: list[Candidate] = []
     for candidate in candidates:
@@ -130,7 +130,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping[str, Any]) -> Iterator[Plan]:
+def shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping[str, Any]) -> Iterator[Plan]:
     """Every plan but for its layers."""
     shard = bool(fixed.get("shard", False))
     for pp in divisors(world_size):
@@ -254,7 +254,7 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
     The least limit under which the stages hold all layers is one of the table's entries; bisection finds it.
     """
     num_layers = memory.shape[1] - 1
-    entries = np.unique(memory[:, 1:])
+    entries = np.sort(memory[:, 1:], axis=None)
     low, high = 0, len(entries) - 1
     while low < high:
         middle = (low + high) // 2

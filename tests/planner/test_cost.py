@@ -116,3 +116,21 @@ def test_what_was_not_measured_is_said(cost):
     )
     alone = mg.planner.fit([row for row in synthetic.rows() if row["kind"] not in ("transfer", "all_reduce")])
     assert "all-reduce ranks was not measured" in alone.extrapolated(CONFIG, mg.Plan(dp=2))
+
+
+def test_zero_bubble_takes_the_backward_pass_of_attention_twice(cost):
+    plan = mg.Plan(pp=2, num_microbatches=2, schedule="1f1b")
+    once, twice = (
+        cost.stage_seconds(CONFIG, replace(plan, schedule=name), cost.workload) for name in ("1f1b", "zero_bubble")
+    )
+    again = synthetic.dot(synthetic.BACKWARD, attention_terms(32, 528, 528, CONFIG, ring=False))
+    assert twice[0] == once[0]
+    assert twice[1][0] - once[1][0] == pytest.approx(4 * again)
+
+
+def test_work_of_the_first_and_last_stage_in_layers(cost):
+    forward, backward = cost.stage_seconds(CONFIG, mg.Plan(pp=4, layers=(2, 2, 2, 2)), cost.workload)
+    layer = (forward[1] + backward[1]) / 2
+    first, last = cost.extra_layers(CONFIG, cost.workload)
+    assert first == pytest.approx((forward[0] + backward[0]) / layer - 2, rel=1e-2)
+    assert last == pytest.approx((forward[3] + backward[3]) / layer - 2, rel=1e-2)

@@ -11,8 +11,9 @@ import torch
 
 import megagraph as mg
 from megagraph.cli import main
+from megagraph.cli.planner import read_rows
 from megagraph.planner.fitting import FIELDS, bench_rows, check_rows
-from megagraph.planner.profile import design, profile
+from megagraph.planner.profile import Point, design, observe_memory, profile
 from tests.planner import synthetic
 
 CONFIG = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=32, heads=4, bias_size=3)
@@ -28,9 +29,9 @@ def test_profile_measures_every_part(tmp_path):
     cost = mg.planner.fit(rows)
     assert cost.model == CONFIG and cost.workload == WORKLOAD and not cost.links
     assert "transfer bytes was not measured" in cost.extrapolated(CONFIG, mg.Plan(pp=2))
-    whole = [row for row in rows if row["kind"] == "memory" and row["layers"] == 2]
-    predicted = cost.memory_bytes(CONFIG, mg.Plan())[0]
-    assert 0.5 * whole[0]["peak_bytes"] < predicted < 8 * max(row["peak_bytes"] for row in whole)
+    whole = Point(sequences=4, nodes=26, config=CONFIG, targets=1, feature_rows=4 * 26)
+    observed = observe_memory(whole, torch.device("cpu"))["peak_bytes"]
+    assert cost.memory_bytes(CONFIG, mg.Plan()) == pytest.approx([observed], rel=0.03)
 
 
 def test_design_varies_every_size():
@@ -80,9 +81,17 @@ def test_a_search_that_finds_nothing_ends_with_one_line(rows, tmp_path, monkeypa
     assert re.match(r"megagraph: error: no plan of 4 processes fits 0.01 GiB.*the lightest", capsys.readouterr().err)
 
 
-def test_rows_of_the_attention_bench_are_rows_of_attention():
+def test_rows_of_the_attention_bench_are_rows_of_attention(tmp_path):
     row = dict(contender="megagraph_blocked", B=1, H=2, M=8, N=16, D=4, form="bucket", dtype="float32", unit="s")
     row |= dict(direction="forward", median=1e-3, device="paper", torch="2", commit="c")
     made = bench_rows([row, row | dict(contender="eager"), row | dict(median=None)])
     assert [r["kind"] for r in check_rows(made)] == ["attention"]
     assert made[0]["dim"] == 8 and made[0]["seconds"] == 1e-3
+    assert made[0]["impl"] == "blocked"
+    benchmarks = [{"extra_info": one} for one in (row, row | dict(contender="megagraph_reference"))]
+    (tmp_path / "bench.json").write_text(json.dumps({"benchmarks": benchmarks}))  # as pytest-benchmark writes it
+    (tmp_path / "profile.json").write_text(
+        json.dumps([dict(kind="stall", seconds=0.0, device="paper", impl="blocked")])
+    )
+    read = check_rows(read_rows((tmp_path / "bench.json", tmp_path / "profile.json")))
+    assert [(r["kind"], r["impl"]) for r in read] == [("stall", "blocked"), ("attention", "blocked")]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import megagraph as mg
-from megagraph.planner.search import HEADROOM, _shapes, lightest_split
+from megagraph.planner.search import HEADROOM, lightest_split, shapes
 from tests.planner import synthetic
 from tests.planner.test_split import all_splits
 
@@ -24,7 +24,7 @@ def cost():
 
 def everything(cost, world_size):
     """(seconds, bytes, plan) of every plan with every split."""
-    for shape in _shapes(CONFIG, world_size, cost.workload, {}):
+    for shape in shapes(CONFIG, world_size, cost.workload, {}):
         if shape.num_stages > CONFIG.layers or cost.workload.batch_sequences % (shape.dp * shape.num_microbatches):
             continue
         for split in all_splits(CONFIG.layers, shape.num_stages):
@@ -90,3 +90,9 @@ def test_lightest_split():
         split = lightest_split(memory)
         assert sum(split) == num_layers and min(split) >= 1
         assert max(memory[i, c] for i, c in enumerate(split)) == min(splits)
+
+
+def test_zero_bubble_is_searched_where_it_is_asked_for(cost):
+    found = mg.planner.search(cost, CONFIG, 4, PLENTY, fixed={"schedule": "zero_bubble", "shard": True})
+    assert found.best.plan.schedule == "zero_bubble" and not found.best.plan.checkpoint
+    assert "zero_bubble" not in {c.plan.schedule for c in mg.planner.search(cost, CONFIG, 4, PLENTY).candidates}
