@@ -24,9 +24,13 @@ def order(plan: Plan, rank: int) -> list[Work]:
 
     Zero-bubble is ordered like the schedule it refines, 1F1B or interleaved, and so predicted a little too long.
     """
-    pp, per_rank, num = plan.pp, plan.stages_per_rank, plan.num_microbatches
-    if plan.schedule == "gpipe":
-        return [Work(backward, rank, k) for backward in (False, True) for k in range(num)]
+    return list(order_of(plan.pp, plan.stages_per_rank, plan.num_microbatches, plan.schedule == "gpipe", rank))
+
+
+@cache
+def order_of(pp: int, per_rank: int, num: int, all_forward_first: bool, rank: int) -> tuple[Work, ...]:
+    if all_forward_first:
+        return tuple(Work(backward, rank, k) for backward in (False, True) for k in range(num))
     if per_rank == 1:
         stage_of_forward = stage_of_backward = [rank] * num
         warmup = min(num, pp - rank)
@@ -41,7 +45,7 @@ def order(plan: Plan, rank: int) -> list[Work]:
         _numbered(stages, is_backward) for stages, is_backward in ((stage_of_forward, False), (stage_of_backward, True))
     )
     steady = [work for pair in zip(backward, forward[warmup:], strict=False) for work in pair]
-    return [*forward[:warmup], *steady, *backward[len(forward) - warmup :]]
+    return (*forward[:warmup], *steady, *backward[len(forward) - warmup :])
 
 
 def _numbered(stages: Sequence[int], backward: bool) -> list[Work]:
@@ -59,17 +63,16 @@ def in_flight(plan: Plan) -> list[tuple[int, ...]]:
     num, pp = plan.num_microbatches, plan.pp
     if plan.stages_per_rank == 1:
         return [(num if plan.schedule == "gpipe" else min(num, pp - rank),) for rank in range(pp)]
-    return _count_in_flight(pp, plan.stages_per_rank, num)
+    return count_in_flight(pp, plan.stages_per_rank, num)
 
 
 @cache
-def _count_in_flight(pp: int, per_rank: int, num: int) -> list[tuple[int, ...]]:
-    plan = Plan(pp=pp, stages_per_rank=per_rank, num_microbatches=num, schedule="interleaved")
+def count_in_flight(pp: int, per_rank: int, num: int) -> list[tuple[int, ...]]:
     peaks = []
     for rank in range(pp):
         kept = [0] * per_rank
         most, peak = 0, tuple(kept)
-        for work in order(plan, rank):
+        for work in order_of(pp, per_rank, num, False, rank):
             kept[work.stage // pp] += -1 if work.backward else 1
             if sum(kept) > most:
                 most, peak = sum(kept), tuple(kept)
