@@ -4,8 +4,9 @@
 
 GPipe's best split is exact. Of the other schedules the search runs twenty on paper, so that it may miss the best one:
 here every plan with every split of the layers is run on paper, for MACHINES machines whose coefficients are drawn (seed
-0) up to a factor of three around those of a CPU core, with plenty of memory and with little. Times are of
-the processor, which on an idle machine are those of the clock, medians of REPEATS searches in a process that has imported everything and remembers none of them.
+0) up to a factor of three around those of a CPU core, with plenty of memory and with little. Times are of the
+processor, which on an idle machine are those of the clock: medians of REPEATS searches in a process that has imported
+everything and remembers none of them.
 """
 
 from __future__ import annotations
