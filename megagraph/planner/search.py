@@ -254,15 +254,17 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
     The least limit under which the stages hold all layers is one of the table's entries; bisection finds it.
     """
     num_layers = memory.shape[1] - 1
-    entries = np.sort(memory[:, 1:], axis=None)
+    most = num_layers - len(memory) + 1  # every other stage has one layer at least
+    memory = memory[:, 1 : most + 1]
+    entries = np.sort(memory, axis=None)
     low, high = 0, len(entries) - 1
     while low < high:
         middle = (low + high) // 2
-        room = (memory[:, 1:] <= entries[middle]).sum(axis=1)
+        room = (memory <= entries[middle]).sum(axis=1)
         low, high = (low, middle) if room.min() >= 1 and room.sum() >= num_layers else (middle + 1, high)
-    counts = (memory[:, 1:] <= entries[low]).sum(axis=1)
+    counts = (memory <= entries[low]).sum(axis=1)
     # what is too much is taken from the fullest, so that the stages are as even as this memory lets them
-    levels = np.minimum(np.arange(num_layers + 1)[:, None], counts)
+    levels = np.minimum(np.arange(most + 1)[:, None], counts)
     level = int(np.searchsorted(levels.sum(axis=1), num_layers))
     counts = levels[level]
     counts[np.flatnonzero(counts == level)[: counts.sum() - num_layers]] -= 1

@@ -115,8 +115,9 @@ def balance(
         memory: [P, L + 1] bytes of every stage with c layers, nondecreasing in c.
     """
     num_stages, num_layers = memory.shape[0], memory.shape[1] - 1
+    most = num_layers - num_stages + 1  # every other stage has one layer at least
     # the most layers that fit: memory does not fall with c, so they are the first ones
-    caps = (memory[:, 1:] <= limit_bytes).sum(axis=1)
+    caps = (memory[:, 1 : most + 1] <= limit_bytes).sum(axis=1)
     if caps.min() < 1 or caps.sum() < num_layers:
         return None
     f, b = tables.forward, tables.backward
@@ -128,7 +129,7 @@ def balance(
     last = np.arange(1, caps[-1] + 1)[None, :]
     middle = num_layers - first - last  # layers of all middle stages together
     middle_caps = caps[1:-1]
-    levels = np.minimum(np.arange(num_layers + 1)[:, None], middle_caps)  # [L + 1, P - 2]
+    levels = np.minimum(np.arange(most + 1)[:, None], middle_caps)  # [most + 1, P - 2]
     filled = levels.sum(axis=1)  # layers in the middle stages when none holds more than a level
     fits = (middle >= num_stages - 2) & (middle <= filled[-1])
     if not fits.any():
