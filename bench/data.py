@@ -13,7 +13,8 @@ is in the row (see bench.processes). All but ``prepare`` are pinned to cores: ``
 ego: end to end, from target nodes to a batch without features: N' = 15, N_s = 1, six channels, super nodes of 300
 nodes. With a curve over epsilon: the share of the exact top 14's PageRank mass (epsilon 1e-7) that is in the top 14
 found, the slots filled, and the edges walked a source.
-cluster: end to end, with features: the rows of one of four ranks, N' = 8192, N_s = 256, distances up to 8.
+cluster: end to end, with features: the rows of one of four ranks, N' = 8192, N_s = 256, distances up to 8. With the
+share of the edges that is within a sequence, by the packing that training uses and by packing clusters at random.
 prepare: what ``megagraph train`` computes once for a graph; Numba's cache is empty (cold), then as that left it.
 throughput: steps of ``megagraph train`` on debian12, from a loader with one worker and from batches in memory.
 
@@ -29,7 +30,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,8 @@ from bench.provenance import write_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data import compiled
-from megagraph.data.batch import Batch, EgoBatches, Share, prepare
+from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
+from megagraph.data.coarsen import quality
 from megagraph.data.datasets import csr_arrays, load_graph
 from megagraph.data.loader import Loader
 from megagraph.data.store import open_store
@@ -173,12 +175,22 @@ def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, floa
 def _cluster(products: Path) -> dict[str, Any]:
     graph = open_store(products)
     builder, preparing = _timed(lambda: prepare(graph, **CLUSTER))
+    assert isinstance(builder, ClusterBatches)
     sequences = builder.plan(np.arange(graph.num_nodes), 1, np.random.default_rng(SEED))
     mask = np.ones(graph.num_nodes, bool)
 
     def build(index: int) -> Batch:
         share = Share(cp_rank=index % CLUSTER_RANKS, cp=CLUSTER_RANKS)
         return builder.build(sequences[index], mask, np.random.default_rng(SEED), share)
+
+    def kept_edges(together: float) -> float:
+        """Share of the edges that a packing leaves within sequences."""
+        builder.together = together
+        packed = builder.plan(np.arange(graph.num_nodes), 1, np.random.default_rng(SEED))
+        sequence_of = np.empty(graph.num_nodes, np.int64)
+        for sequence, (nodes,) in enumerate(packed):
+            sequence_of[nodes[nodes >= 0]] = sequence
+        return 1 - quality(graph, sequence_of).edge_cut
 
     batch, first = _timed(lambda: build(0))
     seconds = [_timed(lambda index=index: build(index))[1] for index in range(1, 1 + CLUSTER_SEQUENCES * CLUSTER_RANKS)]
@@ -192,6 +204,8 @@ def _cluster(products: Path) -> dict[str, Any]:
         "structure_bytes": batch.structure.untyped_storage().nbytes(),
         "prepare_seconds": preparing,
         "first_batch_seconds": first,
+        "clusters": asdict(builder.quality),
+        "kept_edges": {"together": builder.together, "share": kept_edges(builder.together), "random": kept_edges(0)},
     }
 
 

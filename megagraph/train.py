@@ -189,6 +189,8 @@ def _fit(config: TrainConfig, device: torch.device, graph: Graph, split: Split) 
             f"prepared in {preprocess_seconds:.1f} s",
             file=sys.stderr,
         )
+        if isinstance(builder, ClusterBatches):
+            print(builder.quality, file=sys.stderr)
 
     epochs = _Epochs(config, builder, graph, split, pipeline, run)
     if config.resume is not None:

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 import torch
 
 import megagraph as mg
-from megagraph.data.datasets import synthetic_graph
+from megagraph.data.datasets import Split, synthetic_graph
 from megagraph.evaluate import choose_split
 from megagraph.train import schedule
 
@@ -101,6 +101,14 @@ def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
     for name, part in zip(("train", "val", "test"), order.split(100), strict=True):
         data[f"{name}_mask"] = torch.zeros(300, dtype=torch.bool).index_fill_(0, part, True)
     assert mg.Trainer(config(tmp_path, split="public")).fit(data).steps == 3 * -(-100 // 16)
+
+
+def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, capsys):
+    given = replace(graph, split=Split(np.array([7]), np.arange(100, 200), np.arange(200, 300)))
+    options = dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, split="public")
+    summary = mg.Trainer(config(tmp_path, **options)).fit(given)
+    assert summary.steps == summary.epochs == 3  # of three sequences an epoch
+    assert "clusters, edge cut " in capsys.readouterr().err
 
 
 def test_a_learned_embedding_needs_no_features(tmp_path, graph):

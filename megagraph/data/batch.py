@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.data.coarsen import Coarsening, coarsen, merge, nearest_parts, partition, quotient
+from megagraph.data.coarsen import Coarsening, coarsen, merge, nearest_parts, partition, quality, quotient
 from megagraph.data.datasets import Graph
 from megagraph.data.sample import Pagerank, sample_neighbors
 from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
@@ -350,6 +350,7 @@ class ClusterBatches(_Builder):
         self.num_regular = min(sequence_nodes, graph.num_nodes)
         self.sequence_nodes = self.num_regular + coarsening.num_parts + structure.global_tokens
         self.together = together
+        self.quality = quality(graph, clusters, edges)
         self._members = np.split(np.argsort(clusters, kind="stable"), np.cumsum(np.bincount(clusters))[:-1])
         self._edges = edges
         self._parts = np.arange(coarsening.num_parts)

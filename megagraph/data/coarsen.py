@@ -169,12 +169,20 @@ class Quality:
     balance: float  # largest part over the mean
     homophily: float  # share of the labelled nodes whose class is the most frequent one of their part
 
+    def __str__(self) -> str:
+        return (
+            f"{self.parts:,} clusters, edge cut {self.edge_cut:.1%}, largest {self.balance:.2f} times the mean, label "
+            f"homophily {self.homophily:.1%}"
+        )
 
-def quality(graph: Graph, parts: np.ndarray) -> Quality:
-    """Quality of parts int [V]; reads the graph in chunks."""
+
+def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) -> Quality:
+    """Quality of parts int [V]; reads the graph in chunks, or not at all, given their ``quotient``."""
     size = np.bincount(parts)
     cut = 0
-    for first in range(0, graph.num_nodes, _CHUNK_NODES):
+    if edges is not None:
+        cut = graph.num_edges - int(edges.diagonal().sum(dtype=np.float64))
+    for first in range(0, graph.num_nodes if edges is None else 0, _CHUNK_NODES):
         ends = graph.indptr[first : first + _CHUNK_NODES + 1]
         own = np.repeat(parts[first : first + _CHUNK_NODES], np.diff(ends))
         cut += int((parts[graph.indices[ends[0] : ends[-1]]] != own).sum())

@@ -10,14 +10,14 @@ def make_graph(num_nodes, edges, num_classes=3, in_features=4):
     """A graph with random features and every class present; ``edges`` are pairs, in any order and number."""
     rng = np.random.default_rng(num_nodes)
     x = rng.standard_normal((num_nodes, in_features))
-    y = np.arange(num_nodes) % num_classes
+    y = np.arange(num_nodes) % min(num_classes, num_nodes)
     return Graph._from_arrays("test", x, np.array(edges, np.int64).reshape(-1, 2).T, y, None)
 
 
 @st.composite
 def random_graphs(draw, max_nodes=14):
-    """Isolated nodes, several components, and input with self loops and repeated edges."""
-    num_nodes = draw(st.integers(3, max_nodes))
+    """Isolated nodes, several components, and input with self loops, repeated edges and both directions."""
+    num_nodes = draw(st.integers(2, max_nodes))
     node = st.integers(0, num_nodes - 1)
     edges = draw(st.lists(st.tuples(node, node), max_size=3 * num_nodes))
     return make_graph(num_nodes, [(0, 1), *edges])

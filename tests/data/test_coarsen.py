@@ -126,4 +126,7 @@ def test_the_strongest_entries_of_a_row_or_a_column_are_kept(graph, count):
 
 def test_quality_is_what_it_says():
     graph = make_graph(5, [(0, 1), (1, 2), (2, 3), (3, 4)])  # classes 0 1 2 0 1
-    assert quality(graph, np.array([0, 0, 1, 1, 1])) == Quality(parts=2, edge_cut=0.25, balance=1.2, homophily=0.4)
+    parts = np.array([0, 0, 1, 1, 1])
+    assert quality(graph, parts) == Quality(parts=2, edge_cut=0.25, balance=1.2, homophily=0.4)
+    assert quality(graph, parts, quotient(graph, parts)) == quality(graph, parts)
+    assert str(quality(graph, parts)) == "2 clusters, edge cut 25.0%, largest 1.20 times the mean, label homophily 40.0%"
