@@ -47,6 +47,7 @@ from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepa
 from megagraph.data.coarsen import quality
 from megagraph.data.datasets import csr_arrays, load_graph
 from megagraph.data.loader import Loader
+from megagraph.data.sample import known_nodes
 from megagraph.data.store import open_store
 from megagraph.evaluate import batches, make_loader, make_model
 from megagraph.planner.plan import Plan
@@ -144,9 +145,8 @@ def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, floa
 
     def top(epsilon: float) -> tuple[list[dict[int, float]], int]:
         """Weights of the K strongest of every source, and the edges walked."""
-        place = np.zeros(graph.num_nodes, np.int32)
         csr = csr_arrays(graph.indptr, graph.indices)
-        counts, nodes, weights, walked = compiled.pagerank(sources, *csr, ALPHA, epsilon, K, place)
+        counts, nodes, weights, walked = compiled.pagerank(sources, *csr, ALPHA, epsilon, K, known_nodes(graph))
         cuts = np.cumsum(counts)[:-1]
         pairs = zip(np.split(nodes, cuts), np.split(weights, cuts), strict=True)
         return [dict(zip(n.tolist(), w.tolist(), strict=True)) for n, w in pairs], walked

@@ -24,8 +24,11 @@ def _find(ascending, start, stop, value):
 
 
 @njit(cache=True, nogil=True)
-def pagerank(sources, indptr, indices, alpha, epsilon, limit, place):
+def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
     """Forward push for each source; see ``Pagerank``.
+
+    Args:
+        known: int32 [V, 2], ``place`` and the degree in A + I side by side: what is new about a node is one read.
 
     Returns:
         counts int64 [S], nodes int32 and weights float32 of the strongest ``limit`` of each source, falling, and the
@@ -55,7 +58,7 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, place):
         degree[0] = indptr[source + 1] - indptr[source] + 1
         residual[0] = 1.0
         settled[0] = 0.0
-        place[source] = 1
+        known[source, 0] = 1
         size = 1
         queue[0] = 0
         waits[0] = True
@@ -76,13 +79,13 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, place):
                     slot = here
                 else:
                     node = indices[edge]
-                    slot = place[node] - 1
+                    slot = known[node, 0] - 1
                     if slot < 0:
                         slot = size
                         size += 1
-                        place[node] = size
+                        known[node, 0] = size
                         touched[slot] = node
-                        degree[slot] = indptr[node + 1] - indptr[node] + 1
+                        degree[slot] = known[node, 1]
                         residual[slot] = 0.0
                         settled[slot] = 0.0
                         waits[slot] = False
@@ -94,7 +97,7 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, place):
                     length += 1
         kept = 0
         for slot in range(size):
-            place[touched[slot]] = 0
+            known[touched[slot], 0] = 0
             # what waits settles its share too: the bound stays, and a hub's neighbours, all below theirs, are found;
             # then from the random walk D^-1 (A + I) to ANS-GT's symmetric normalisation
             weight = (settled[slot] + alpha * residual[slot]) * np.sqrt(degree[0] / degree[slot])
@@ -164,7 +167,7 @@ def induce(sequences, indptr, indices, place):
             node = sequences[b, i]
             if node >= 0:
                 start, stop = indptr[node], indptr[node + 1]
-                if stop - start <= 16 * n:
+                if stop - start <= 4 * n:
                     for edge in range(start, stop):
                         slot = place[indices[edge]]
                         if slot:
@@ -290,9 +293,9 @@ def powers(indptr, indices, data, starts, columns, values):
     [V + 1], where each row begins, is known from ``reach``.
     """
     num_nodes, num_powers = len(indptr) - 1, values.shape[1]
-    filled = np.zeros(num_nodes, np.int64)
     touched = np.empty(num_nodes, np.int64)
-    seen = np.zeros(num_nodes, np.bool_)
+    seen = np.zeros(8 * (num_nodes // 8 + 1), np.bool_)
+    eight = seen.view(np.uint64)
     row_of = np.zeros((num_powers + 1, num_nodes))  # one row of each power, dense
     for row in range(num_nodes):
         touched[0] = row
@@ -310,17 +313,18 @@ def powers(indptr, indices, data, starts, columns, values):
                         seen[column] = True
                         touched[size] = column
                         size += 1
-        for at in range(size):
-            # row r of the symmetric result, written as column r: all rows come out ascending
-            column = touched[at]
-            entry = starts[column] + filled[column]
-            filled[column] += 1
-            columns[entry] = row
-            for power in range(num_powers):
-                values[entry, power] = row_of[power + 1, column]
-                row_of[power + 1, column] = 0.0
-            row_of[0, column] = 0.0
-            seen[column] = False
+        entry = starts[row]
+        for group in range(len(eight)):  # in ascending order, without sorting
+            if eight[group]:
+                for column in range(8 * group, 8 * group + 8):
+                    if seen[column]:
+                        columns[entry] = column
+                        for power in range(num_powers):
+                            values[entry, power] = row_of[power + 1, column]
+                            row_of[power + 1, column] = 0.0
+                        row_of[0, column] = 0.0
+                        entry += 1
+                eight[group] = 0
 
 
 @njit(cache=True, nogil=True)

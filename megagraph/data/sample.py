@@ -42,7 +42,7 @@ class Pagerank:
             )
         self.alpha, self.epsilon, self.max_candidates = alpha, epsilon, max_candidates
         self._csr = np.asarray(graph.indptr), np.asarray(graph.indices)  # of a mapped file its plain view
-        self._place = np.zeros(graph.num_nodes, np.int32)
+        self._known = known_nodes(graph)
         self._stored: Neighbors | None = None
         if graph.num_nodes <= MAX_STORED_SOURCES:
             self._stored = self.push(np.arange(graph.num_nodes))
@@ -66,9 +66,16 @@ class Pagerank:
             self.alpha,
             self.epsilon,
             self.max_candidates,
-            self._place,
+            self._known,
         )
         return Neighbors(indptr=np.concatenate([[0], np.cumsum(counts)]), nodes=nodes, weights=weights)
+
+
+def known_nodes(graph: Graph) -> np.ndarray:
+    """What ``compiled.pagerank`` looks up of a node."""
+    known = np.zeros((graph.num_nodes, 2), np.int32)
+    known[:, 1] = np.diff(graph.indptr) + 1
+    return known
 
 
 def sample_neighbors(neighbors: Neighbors, num_samples: int, k: int, rng: np.random.Generator) -> np.ndarray:

@@ -129,4 +129,6 @@ def test_quality_is_what_it_says():
     parts = np.array([0, 0, 1, 1, 1])
     assert quality(graph, parts) == Quality(parts=2, edge_cut=0.25, balance=1.2, homophily=0.4)
     assert quality(graph, parts, quotient(graph, parts)) == quality(graph, parts)
-    assert str(quality(graph, parts)) == "2 clusters, edge cut 25.0%, largest 1.20 times the mean, label homophily 40.0%"
+    assert (
+        str(quality(graph, parts)) == "2 clusters, edge cut 25.0%, largest 1.20 times the mean, label homophily 40.0%"
+    )
