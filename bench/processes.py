@@ -6,6 +6,7 @@ what the tree shares within counts once. RSS: every page of every process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -60,6 +61,15 @@ class Child:
         if self._process.returncode:
             raise SystemExit(f"{' '.join(self.command)} ended with {self._process.returncode}")
         return self._process.returncode is None
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of the processes of the tree that have not ended."""
+        ticks = 0
+        for pid in _tree(self._process.pid):
+            with contextlib.suppress(OSError):  # it has just ended
+                ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def sample(self) -> dict[str, int]:
         """Bytes of the whole tree now."""
