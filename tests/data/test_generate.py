@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from megagraph.data.coarsen import quality
+from megagraph.data.coarsen import partition, quality
 from megagraph.data.generate import generate
-from megagraph.data.propagate import propagate
 from megagraph.data.store import describe, open_store, read_header, verify_store
 
 SIZES = {"nodes": 6000, "edges": 90_000, "features": 16, "classes": 5}
@@ -38,8 +37,10 @@ def test_a_partition_finds_the_cut_that_is_reported(graph):
     planted = notes["edges_between_blocks"] / 90_000
     assert 0.36 < planted < 0.5 and notes["blocks"] == 20
     assert f"edges_between_blocks: {notes['edges_between_blocks']}" in describe(graph.store)
-    found = quality(graph, propagate(graph.indptr, graph.indices, 20))
-    assert planted < found.edge_cut < 1.15 * planted and found.homophily > 0.9
+    found, metis = (quality(graph, partition(graph, 20, method)) for method in ("propagation", "metis"))
+    # 300 nodes a block leave neither of them the blocks themselves: METIS cuts 7 % more here, with a homophily of 0.95
+    assert planted < metis.edge_cut < 1.1 * planted
+    assert planted < found.edge_cut < 1.05 * metis.edge_cut and found.homophily > metis.homophily - 0.02
 
 
 def test_the_seed_decides(graph, tmp_path):
