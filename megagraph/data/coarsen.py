@@ -101,6 +101,8 @@ def _in_a_child(run_metis: Callable[[], np.ndarray]) -> np.ndarray:
     Here it would hold the GIL for as long as it takes, and a SIGTERM meanwhile, which it takes for an error of its own,
     would make it deadlock or return parts of no meaning.
     """
+    if "fork" not in multiprocessing.get_all_start_methods():  # Windows
+        return run_metis()
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=lambda: send.send(run_metis()), daemon=True)
@@ -179,22 +181,25 @@ class Quality:
 def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) -> Quality:
     """Quality of parts int [V]; reads the graph in chunks, or not at all, given their ``quotient``."""
     size = np.bincount(parts)
-    cut = 0
-    if edges is not None:
-        cut = graph.num_edges - int(edges.diagonal().sum(dtype=np.float64))
-    for first in range(0, graph.num_nodes if edges is None else 0, _CHUNK_NODES):
-        ends = graph.indptr[first : first + _CHUNK_NODES + 1]
-        own = np.repeat(parts[first : first + _CHUNK_NODES], np.diff(ends))
-        cut += int((parts[graph.indices[ends[0] : ends[-1]]] != own).sum())
+    inside = _edges_inside(graph, parts) if edges is None else int(edges.diagonal().sum(dtype=np.float64))
     labelled = graph.labels >= 0
     pairs = parts[labelled].astype(np.int64) * graph.num_classes + graph.labels[labelled]
     by_class = np.bincount(pairs, minlength=len(size) * graph.num_classes).reshape(len(size), -1)
     return Quality(
         parts=len(size),
-        edge_cut=cut / graph.num_edges,
+        edge_cut=(graph.num_edges - inside) / graph.num_edges,
         balance=float(size.max() / size.mean()),
         homophily=float(by_class.max(axis=1).sum() / labelled.sum()),
     )
+
+
+def _edges_inside(graph: Graph, parts: np.ndarray) -> int:
+    inside = 0
+    for first in range(0, graph.num_nodes, _CHUNK_NODES):
+        ends = graph.indptr[first : first + _CHUNK_NODES + 1]
+        own = np.repeat(parts[first : first + _CHUNK_NODES], np.diff(ends))
+        inside += int((parts[graph.indices[ends[0] : ends[-1]]] == own).sum())
+    return inside
 
 
 def coarsen(
