@@ -17,20 +17,6 @@ MAX_BUCKETS = 255
 MAX_CHANNELS = 16
 
 
-def align_columns(data: Tensor) -> Tensor:
-    """``data`` [..., N] with rows that begin at multiples of 16 columns, so that a GPU reads 16 bytes at a time.
-
-    A copy, unless they do already; N stays, the memory between rows has no meaning. Worth it once per batch, before the
-    layers share a bias whose N is not a multiple of 16.
-    """
-    if data.stride(-1) == 1 and all(stride % 16 == 0 for stride in data.stride()[:-1]):
-        return data
-    columns = data.shape[-1]
-    padded = data.new_empty(*data.shape[:-1], -(-columns // 16) * 16)
-    padded[..., :columns] = data
-    return padded[..., :columns]
-
-
 def _check_plane(name: str, tensor: Tensor, ndim: int, axes: str) -> None:
     if tensor.ndim != ndim:
         raise ValueError(f"{name} must have shape {axes}, got {tuple(tensor.shape)}")

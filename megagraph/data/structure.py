@@ -23,7 +23,7 @@ PADDING = 255  # the bucket that masks a pair
 MAX_POWER_ENTRIES = 2**24  # of A~^C under scope "graph": 16 Mi entries take 448 MiB with 6 powers
 MAX_HOP_TABLE_NODES = 2**15  # 1 GiB of uint8
 MAX_CHANNEL_BYTES = 2**32  # of one rank's share of a batch
-_ALIGNED_COLUMNS = 16  # rows of the result begin at multiples of it, see ``align_columns``
+_ALIGNED_COLUMNS = 16  # rows of the result begin at multiples of it: a GPU then reads 16 bytes at a time
 
 
 class InducedSubgraph:
