@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import filterfalse
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,8 +91,11 @@ def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
                 f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
             )
         rows += bench_rows(found)
-    benched = [row for row in rows if isinstance(row, dict) and row.get("kind") == "attention"]
-    others = [row for row in rows if row not in benched]
+
+    def is_benched(row: Any) -> bool:
+        return isinstance(row, dict) and row.get("kind") == "attention"
+
+    benched, others = filter(is_benched, rows), list(filterfalse(is_benched, rows))
     impl = next((row.get("impl") for row in others if isinstance(row, dict)), None)
     return others + [row for row in benched if not others or row.get("impl") == impl]
 

@@ -168,11 +168,9 @@ class Pipeline:
         self.stages, self.modules, self.plan, self.mesh, self.table = stages, modules, plan, mesh, table
         self.config, self.device = stages[0].model.config, stages[0].device
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
-        self._wire = self.device
-        if self._group is not None and travels_through_host(self._group, self.device):
-            self._wire = torch.device("cpu")
+        through_host = self._group is not None and travels_through_host(self._group, self.device)
         for stage in stages:
-            stage.wire = self._wire
+            stage.wire = torch.device("cpu") if through_host else self.device
         self._schedules: dict[tuple, tuple[Schedule, list[_Part]]] = {}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -279,7 +277,7 @@ class Pipeline:
             )
         size = batch.batch_size // num_chunks
         empty = partial(torch.empty, device=self.device, requires_grad=True)
-        hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype, device=self._wire)
+        hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype, device=self.stages[0].wire)
         if training:  # the last stage gives the loss
             result = empty((), dtype=torch.promote_types(dtype, torch.float32))
         else:
@@ -289,7 +287,7 @@ class Pipeline:
                 module if training else stage,
                 self._group.get_local_rank() + i * self.plan.pp,
                 self.plan.num_stages,
-                self._wire,
+                stage.wire,
                 input_args=() if stage.first else (hidden,),
                 output_args=(result,) if stage.last else (hidden,),
                 group=self._group.get_group(),
