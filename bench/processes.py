@@ -75,7 +75,7 @@ class Child:
         """Bytes of the whole tree now."""
         total: dict[str, int] = {}
         for pid in _tree(self._process.pid):
-            for name, size in _memory(pid).items():
+            for name, size in memory(pid).items():
                 total[name] = total.get(name, 0) + size
         for name, size in total.items():
             self.peak[f"peak_{name}"] = max(self.peak.get(f"peak_{name}", 0), size)
@@ -107,11 +107,12 @@ def _tree(pid: int) -> list[int]:
     return [pid, *(process for child in children for process in _tree(int(child)))]
 
 
-def _memory(pid: int) -> dict[str, int]:
+def memory(pid: int) -> dict[str, int]:
+    """Bytes of one process now; nothing, if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        return {}  # it has just ended
+        return {}
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return {
         "uss_bytes": sum(size for name, size in sizes.items() if name in ("Private_Clean", "Private_Dirty")),

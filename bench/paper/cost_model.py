@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from itertools import product
@@ -27,6 +28,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
+from bench.processes import memory
 from bench.provenance import RESULTS, provenance
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
@@ -87,11 +89,11 @@ def uss_bytes(p: Point, pipe: Any) -> None:
     torch.set_num_threads(1)
     small = point(1, 2, 4, 32)
     training_pass(small, torch.device("cpu"))()  # loads what every run needs
-    before, most, done = _uss(), [0], threading.Event()
+    before, most, done = memory(os.getpid())["uss_bytes"], [0], threading.Event()
 
     def watch() -> None:
         while not done.is_set():
-            most[0] = max(most[0], _uss())
+            most[0] = max(most[0], memory(os.getpid())["uss_bytes"])
             time.sleep(0.005)
 
     watcher = threading.Thread(target=watch)
@@ -105,14 +107,6 @@ def uss_bytes(p: Point, pipe: Any) -> None:
     done.set()
     watcher.join()
     pipe.send(most[0] - before)
-
-
-def _uss() -> int:
-    private = 0
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith(("Private_Clean:", "Private_Dirty:")):
-            private += int(line.split()[1]) * 1024
-    return private
 
 
 def _folder(subset: bool) -> Path:

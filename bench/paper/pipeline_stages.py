@@ -16,7 +16,6 @@ FFN 128, buckets, dropout 0.1; 4 sequences of 256 regular and 32 super nodes, K 
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
@@ -24,12 +23,13 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -183,12 +183,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     save(figure, rows[0], path)
 
 
-def main() -> None:
-    """Print, and write bench/results/cpu/pipeline_stages/stages.json and .svg."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", action="store_true", help="draw the rows that are there")
+def main(plot_only: Annotated[bool, tyro.conf.arg(name="plot")] = False) -> None:
+    """Print, and write bench/results/cpu/pipeline_stages/stages.json and .svg, or only draw the rows that are there."""
     folder = RESULTS / "cpu" / "pipeline_stages"
-    if not parser.parse_args().plot:
+    if not plot_only:
         torch.set_num_threads(1)
         rows, losses = [], []
         for schedule in SCHEDULES:
@@ -202,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

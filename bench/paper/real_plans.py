@@ -16,7 +16,6 @@ allgather; pp = 2 with every split of the layers and 1, 2, 4, 8 micro-batches; a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -24,12 +23,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import tyro
 from scipy.stats import spearmanr
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -219,11 +219,9 @@ def judge() -> None:
     save(figure, rows[0], FOLDER / "plans.svg")
 
 
-def main() -> None:
-    """Measure and judge; rows in bench/results/cpu/real_plans."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--judge", action="store_true", help="judge the rows that are there")
-    if not parser.parse_args().judge:
+def main(judge_only: Annotated[bool, tyro.conf.arg(name="judge")] = False) -> None:
+    """Measure and judge, or judge the rows that are there; rows in bench/results/cpu/real_plans."""
+    if not judge_only:
         torch.set_num_threads(1)
         FOLDER.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -232,4 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
