@@ -9,7 +9,7 @@ ever, raise an exception. `rank_seconds` is the time from the fault until the la
 before it kills a stopped process.
 
 Fixed: timeout 8 s, the last rank fails, 2 layers of width 16, the synthetic graph, 4 steps and an evaluation; `forward`
-and `backward` strike inside the second step's stage. Several runs share the machine; a run is measured again if this
+and `backward` strike inside the second step's stage. Two runs share the machine; a run is measured again if this
 program itself was held up for a second meanwhile (`held_up_seconds`), as the clock would then count what the machine
 did.
 """
@@ -123,7 +123,7 @@ def holds(row: dict[str, Any]) -> bool:
     )
 
 
-def main(exits: int = 0, at_once: int = 3, at_most: int | None = None) -> None:
+def main(exits: int = 0, at_once: int = 2, at_most: int | None = None) -> None:
     """Measure ``at_most`` of the cases without a row of this commit; ``--exits N`` counts normal exits instead."""
     if exits:
         with ThreadPoolExecutor(at_once) as pool:

@@ -83,7 +83,7 @@ class Stage(nn.Module):
         super().__init__()
         self.first, self.last = layers.start == 0, layers.stop == model.config.layers
         self.autocast = autocast
-        self.wire: torch.device | None = None  # where hidden states wait to be sent; None: where they are
+        self.through_host = False
         shared = (*model.layers.values(), *model.parameters())
         self.model = copy.deepcopy(model, {id(part): part for part in shared})
         self.model.keep_layers(layers)
@@ -93,6 +93,11 @@ class Stage(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def wire(self) -> torch.device:
+        """Where hidden states wait to be sent."""
+        return torch.device("cpu") if self.through_host else self.device
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -170,7 +175,7 @@ class Pipeline:
         self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]
         through_host = self._group is not None and travels_through_host(self._group, self.device)
         for stage in stages:
-            stage.wire = torch.device("cpu") if through_host else self.device
+            stage.through_host = through_host
         self._schedules: dict[tuple, tuple[Schedule, list[_Part]]] = {}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
