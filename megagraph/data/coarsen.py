@@ -54,6 +54,8 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
     """
     if not 1 <= num_parts <= graph.num_nodes:
         raise ValueError(f"expected 1 <= num_parts <= {graph.num_nodes} nodes, got {num_parts}")
+    if num_parts == 1:
+        return np.zeros(graph.num_nodes, np.int32)
     if method == "auto":
         method = "metis" if graph.num_edges <= _METIS_EDGES else "propagation"
     cached = _cache_path(graph, f"{method}-{num_parts}")
@@ -187,7 +189,7 @@ def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) 
     by_class = np.bincount(pairs, minlength=len(size) * graph.num_classes).reshape(len(size), -1)
     return Quality(
         parts=len(size),
-        edge_cut=(graph.num_edges - inside) / graph.num_edges,
+        edge_cut=(graph.num_edges - inside) / max(graph.num_edges, 1),
         balance=float(size.max() / size.mean()),
         homophily=float(by_class.max(axis=1).sum() / labelled.sum()),
     )

@@ -61,7 +61,7 @@ class Graph:
     def __post_init__(self) -> None:
         if self.num_nodes == 0:
             raise ValueError("expected a graph with nodes, got an empty graph; check the file it was read from")
-        if self.num_edges == 0:
+        if self.num_edges == 0 and self.num_nodes > 1:
             raise ValueError("expected a graph with edges, got none; self loops and duplicates do not count")
         if self.features.ndim != 2 or self.features.shape[0] != self.num_nodes:
             raise ValueError(

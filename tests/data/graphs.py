@@ -16,11 +16,11 @@ def make_graph(num_nodes, edges, num_classes=3, in_features=4):
 
 @st.composite
 def random_graphs(draw, max_nodes=14):
-    """Isolated nodes, several components, and input with self loops, repeated edges and both directions."""
-    num_nodes = draw(st.integers(2, max_nodes))
+    """One node and more, isolated ones, several components, and self loops, repeated edges and both directions."""
+    num_nodes = draw(st.integers(1, max_nodes))
     node = st.integers(0, num_nodes - 1)
     edges = draw(st.lists(st.tuples(node, node), max_size=3 * num_nodes))
-    return make_graph(num_nodes, [(0, 1), *edges])
+    return make_graph(num_nodes, [(0, num_nodes - 1), *edges])
 
 
 def dense_normalized(adjacency):
