@@ -6,6 +6,7 @@ import gzip
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -16,7 +17,8 @@ from megagraph.planner.plan import Plan
 SKIPPED_STEPS, TRACED_STEPS = 2, 3  # the first steps set up schedules and the profiler
 STEP = "train step"
 STAGE = ("stage forward", "stage backward")
-SPANS = (*STAGE, "ring step", "exchange wait", "all-reduce", "optimizer", "stall")
+BUBBLE = "bubble"
+SPANS = (*STAGE, "ring step", "exchange wait", BUBBLE, "all-reduce", "optimizer", "stall")
 _ALIASES = {f"{backend}:all_reduce": "all-reduce" for backend in ("gloo", "nccl")}  # by torch, while it is under way
 
 
@@ -30,12 +32,18 @@ class Span:
     stop: float
 
 
-def recorder(folder: Path, rank: int) -> profile:
-    """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json.gz."""
+def recorder(folder: Path, rank: int, *, pipeline: bool = False) -> profile:
+    """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json.gz.
+
+    With ``pipeline`` the waits of this rank's stages for those of other ranks become spans, too.
+    """
 
     def write(profiler: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
+        path = folder / f"rank-{rank}.json.gz"
+        profiler.export_chrome_trace(str(path))
+        if pipeline:
+            name_bubbles(path)
 
     devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     window = profiler_schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=TRACED_STEPS, repeat=1)
@@ -55,22 +63,50 @@ def read(folder: Path) -> list[Span]:
     spans = []
     for file in files:
         rank = int(file.name.split(".")[0].split("-")[1])
-        trace = json.loads(gzip.decompress(file.read_bytes()))
+        trace = _load(file)
         base = trace.get("baseTimeNanoseconds", 0) * 1e-9
-        events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-        # where there is a GPU, the host's spans say when work was asked for, the GPU's when it was done
-        on_gpu = {event["name"] for event in events if event.get("cat") == "gpu_user_annotation"}
         own = []
-        for event in events:
-            name = _ALIASES.get(event["name"], event["name"])
-            cat = "gpu_user_annotation" if event["name"] in on_gpu else "user_annotation"
-            if name in (*SPANS, STEP) and event.get("cat") == cat:
-                start = base + event["ts"] * 1e-6
-                own.append(Span(rank, name, start, start + event["dur"] * 1e-6))
+        for event in _named(trace):
+            start = base + event["ts"] * 1e-6
+            own.append(Span(rank, event["name"], start, start + event["dur"] * 1e-6))
         if not any(span.name == STEP for span in own):
             raise ValueError(f"{file} must hold a training step, got none; train for more than {SKIPPED_STEPS} steps")
         spans += own
     return sorted(spans, key=lambda span: span.start)
+
+
+def name_bubbles(path: Path) -> None:
+    """Add a span to a rank's trace wherever, within a step, its stages wait for the next one to begin."""
+    trace = _load(path)
+    events = sorted(_named(trace), key=lambda event: event["ts"])
+    for step in (event for event in events if event["name"] == STEP):
+        reached = step["ts"]
+        for event in events:
+            if event["name"] in STAGE and step["ts"] <= event["ts"] < step["ts"] + step["dur"]:
+                if event["ts"] > reached:
+                    wait = {"name": BUBBLE, "ts": reached, "dur": event["ts"] - reached, "args": {}}
+                    trace["traceEvents"].append(event | wait)
+                reached = max(reached, event["ts"] + event["dur"])
+    path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=6))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return json.loads(gzip.decompress(path.read_bytes()))
+
+
+def _named(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a trace that are spans; where there is a GPU, the host's say when work was asked for, the GPU's
+    when it was done.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    on_gpu = {event["name"] for event in events if event.get("cat") == "gpu_user_annotation"}
+    named = []
+    for event in events:
+        name = _ALIASES.get(event["name"], event["name"])
+        cat = "gpu_user_annotation" if event["name"] in on_gpu else "user_annotation"
+        if name in (*SPANS, STEP) and event.get("cat") == cat:
+            named.append(event | {"name": name})
+    return named
 
 
 def measured_bubble(spans: list[Span]) -> float:

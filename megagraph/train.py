@@ -308,7 +308,8 @@ class _Epochs:
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
         self.optimizers = make_optimizers(pipeline, config)
-        self.profiler = recorder(run.folder / "trace", rank()) if config.trace else None
+        in_stages = pipeline.plan.pp > 1
+        self.profiler = recorder(run.folder / "trace", rank(), pipeline=in_stages) if config.trace else None
         if self.profiler is not None:
             self.profiler.start()
         self.step = 0

@@ -59,6 +59,17 @@ def test_the_bubble_of_known_spans(tmp_path):
     assert timeline.measured_bubble(spans) == pytest.approx(1 - 120 / 180)  # 60 ms of work in 90 ms on both
 
 
+def test_waits_between_stages_become_spans(tmp_path):
+    folder = write_traces(tmp_path / "trace")
+    before = timeline.read(folder)
+    for path in folder.iterdir():
+        timeline.name_bubbles(path)
+    spans = timeline.read(folder)
+    waits = [(s.rank, round(s.start, 6), round(s.stop, 6)) for s in spans if s.name == timeline.BUBBLE]
+    assert waits == [(1, 0.002, 0.01), (0, 0.02, 0.05)]
+    assert [s for s in spans if s.name != timeline.BUBBLE] == before
+
+
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
