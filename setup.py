@@ -22,6 +22,7 @@ setup(
         "numba>=0.61",
         "torch_geometric>=2.7",
         "pymetis>=2023.1",
+        "psutil>=5.9",
         "safetensors>=0.4",
         "matplotlib>=3.8",
         "tqdm>=4.66",

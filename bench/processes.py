@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 _SAMPLE_SECONDS = 0.25
 
 
@@ -65,18 +67,20 @@ class Child:
     @property
     def cpu_seconds(self) -> float:
         """Of the processes of the tree that have not ended."""
-        ticks = 0
-        for pid in _tree(self._process.pid):
-            with contextlib.suppress(OSError):  # it has just ended
-                ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
-        return ticks / os.sysconf("SC_CLK_TCK")
+        seconds = 0.0
+        for process in _tree(self._process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                seconds += sum(process.cpu_times()[:2])
+        return seconds
 
     def sample(self) -> dict[str, int]:
         """Bytes of the whole tree now."""
         total: dict[str, int] = {}
-        for pid in _tree(self._process.pid):
-            for name, size in memory(pid).items():
-                total[name] = total.get(name, 0) + size
+        for process in _tree(self._process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                memory = process.memory_full_info()
+                for name in ("uss", "pss", "rss"):
+                    total[f"{name}_bytes"] = total.get(f"{name}_bytes", 0) + getattr(memory, name)
         for name, size in total.items():
             self.peak[f"peak_{name}"] = max(self.peak.get(f"peak_{name}", 0), size)
         return total
@@ -99,23 +103,9 @@ def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) ->
     return said, {"seconds": seconds, "cpu_seconds": cpu_seconds, **child.peak}
 
 
-def _tree(pid: int) -> list[int]:
+def _tree(pid: int) -> list[psutil.Process]:
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
-    return [pid, *(process for child in children for process in _tree(int(child)))]
-
-
-def memory(pid: int) -> dict[str, int]:
-    """Bytes of one process now; nothing, if it has just ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return {}
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return {
-        "uss_bytes": sum(size for name, size in sizes.items() if name in ("Private_Clean", "Private_Dirty")),
-        "pss_bytes": sizes["Pss"],
-        "rss_bytes": sizes["Rss"],
-    }

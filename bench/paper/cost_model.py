@@ -7,7 +7,8 @@
 A configuration is b sequences of N = 256 nodes through l layers with h heads of a width d. A row of time is a forward
 and backward pass of HierarchicalGT, the median of 5 runs; all configurations run once before any runs again. A row of
 memory is what torch's MemTracker saw of a training step on real tensors (on a GPU the allocator's peak). Three large
-configurations also report the unique set size of a process of their own.
+configurations also report by how much the unique set of a process of their own grows, and five of a third of that size
+or less, from which the model learns how much more than its tensors a process takes.
 
 Holdouts, fixed before the rows: a random third (seed 0), all of l >= 24, all of d = 128.
 """
@@ -16,8 +17,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -28,25 +27,27 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from bench.processes import memory
 from bench.provenance import RESULTS, provenance
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.fitting import (
     fit,
     fit_memory,
+    fit_process,
     fit_seconds,
     held_out_third,
     mape,
     predict_peak,
+    predict_process,
     r_squared,
     time_errors,
 )
-from megagraph.planner.profile import Clock, Point, median, observe_memory, random_inputs
+from megagraph.planner.profile import Clock, Point, median, observe_memory, observe_process, random_inputs
 
 SEQUENCES, LAYERS, HEADS, WIDTHS = (1, 2, 4, 8), (2, 4, 8, 16, 24, 32), (4, 8, 16), (32, 64, 128)
 NODES, IN_FEATURES, CLASSES, BUCKETS, ROUNDS, THREADS = 256, 64, 16, 8, 5, 1
 LARGE = ((8, 32, 16, 128), (8, 24, 8, 128), (4, 32, 8, 128))
+MEDIUM = ((4, 16, 8, 64), (8, 8, 8, 64), (4, 16, 8, 128), (8, 8, 4, 128), (2, 32, 8, 128))
 TARGETS = {
     "random third: time MAPE": ("<=", 0.10), "random third: R^2 of log time": (">=", 0.96),
     "l >= 24: time MAPE": ("<=", 0.15), "d = 128: time MAPE": ("<=", 0.20),
@@ -82,31 +83,9 @@ def training_pass(p: Point, device: torch.device) -> Callable[[], float]:
     return run
 
 
-def uss_bytes(p: Point, pipe: Any) -> None:
-    """Growth of this process's unique set size over one training step, at its largest."""
-    import threading
-
+def send_process(p: Point, pipe: Any) -> None:
     torch.set_num_threads(1)
-    small = point(1, 2, 4, 32)
-    training_pass(small, torch.device("cpu"))()  # loads what every run needs
-    before, most, done = memory(os.getpid())["uss_bytes"], [0], threading.Event()
-
-    def watch() -> None:
-        while not done.is_set():
-            most[0] = max(most[0], memory(os.getpid())["uss_bytes"])
-            time.sleep(0.005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model, inputs = HierarchicalGT(p.config), random_inputs(p, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(**inputs).square().mean().backward()
-        optimizer.step()
-    done.set()
-    watcher.join()
-    pipe.send(most[0] - before)
+    pipe.send(observe_process(p, torch.device("cpu")))
 
 
 def _folder(subset: bool) -> Path:
@@ -132,12 +111,13 @@ def measure(part: str, subset: bool) -> None:
     for size in tqdm(sizes if part == "memory" else (), desc="memory"):
         if f"memory {size}" not in rows:
             add(f"memory {size}", observe_memory(point(*size), device) | {"unit": "bytes"})
-    for size in () if device.type == "cuda" or part != "memory" else LARGE[:1] if subset else LARGE:
-        if f"uss {size}" not in rows:
-            ours, theirs = multiprocessing.get_context("spawn").Pipe()
-            process = multiprocessing.get_context("spawn").Process(target=uss_bytes, args=(point(*size), theirs))
+    for size in () if device.type == "cuda" or part != "memory" else LARGE[:1] if subset else (*MEDIUM, *LARGE):
+        if f"process {size}" not in rows:
+            spawn = multiprocessing.get_context("spawn")
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=send_process, args=(point(*size), theirs))
             process.start()
-            add(f"uss {size}", fields(point(*size)) | {"kind": "uss", "uss_bytes": ours.recv(), "unit": "bytes"})
+            add(f"process {size}", ours.recv() | {"unit": "bytes"})
             process.join()
     passes: dict[tuple[int, ...], Callable[[], float]] = {}
     for run in range(ROUNDS if part == "time" else 0):
@@ -180,10 +160,12 @@ def judge(subset: bool) -> None:
     predicted, measured = [predict_peak(fitted, row) for row in unseen], [row["peak_bytes"] for row in unseen]
     found["random third: memory MAPE"] = mape(predicted, measured)
     found["random third: memory R^2"] = r_squared(predicted, measured)
-    large = [row for row in rows if row["kind"] == "uss"]
+    medium, large = _by([row for row in rows if row["kind"] == "process"], lambda row: _size(row) in LARGE)
     if large:
-        found["process USS: MAPE"] = mape([predict_peak(fitted, row) for row in large], [r["uss_bytes"] for r in large])
-    cost = fit([*times, *memory])
+        fitted |= fit_process(fitted, medium)
+        predicted, measured = [predict_process(fitted, row) for row in large], [row["process_bytes"] for row in large]
+        found["process USS: MAPE"] = mape(predicted, measured)
+    cost = fit([*times, *memory, *medium])
     found |= {f"the paper's form, {name}": value for name, value in cost.paper.items() if name.startswith("memory")}
     for name, value in found.items():
         sign, bound = TARGETS.get(name, ("", 0.0))
@@ -194,6 +176,10 @@ def judge(subset: bool) -> None:
     (folder / "judgement.json").write_text(json.dumps(found | {"spread": spread} | provenance(), indent=1) + "\n")
     cost.save(folder / "cost.json")
     plots.costmodel(cost, [*times, *memory], folder / "costmodel.png")
+
+
+def _size(row: Any) -> tuple[int, ...]:
+    return tuple(row[name] for name in ("sequences", "layers", "heads", "dim"))
 
 
 def _by(rows: list[Any], held_out: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:

@@ -346,7 +346,8 @@ class CostModel:
 
         Returns:
             [stages, C] each: "parameters" and their moments, "activations" and gradients at their peak, "boundary"
-            for what is sent and received, on the first stage the raw features.
+            for what is sent and received, on the first stage the raw features; "allocator" for what the process keeps
+            of freed memory.
         """
         m = given.batch_sequences / (plan.dp * plan.num_microbatches)
         block = math.ceil(given.num_nodes / plan.cp)
@@ -378,7 +379,8 @@ class CostModel:
             activations = flight * activations + gradients
         boundary = np.full_like(activations, 0.0 if plan.pp == 1 else hidden * plan.num_microbatches)
         boundary[0] += self._feature_bytes(config, plan, given) * (1 + given.prefetch)
-        return {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
+        parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
+        return parts | {"allocator": (self._process_factor - 1) * sum(parts.values())}
 
     def shared_bytes(self, config: ModelConfig, plan: Plan, given: Workload) -> float:
         """What a rank holds once, however many stages and layers: the batch's data, workspace, ring buffers."""
@@ -396,7 +398,12 @@ class CostModel:
                 total += 2 * plan.cp * block_bytes  # the gradients of k and v of all nodes
             else:
                 total += 8 * block_bytes + 4.0 * m * rows * config.dim  # two visiting blocks each way, accumulator
-        return total
+        return total * self._process_factor
+
+    @property
+    def _process_factor(self) -> float:
+        """Bytes that a process takes for every byte of its tensors; 1 where no row says so."""
+        return self.memory.get("process.byte", 1.0)
 
     def _feature_bytes(self, config: ModelConfig, plan: Plan, given: Workload) -> float:
         rows = math.ceil(given.num_nodes / plan.cp) + given.num_super

@@ -48,6 +48,7 @@ FIELDS = {
     "memory": (
         *_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "kept_bytes", "peak_bytes",
     ),
+    "process": (*_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "process_bytes"),
 }  # fmt: skip
 """Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
 ``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages."""
@@ -193,6 +194,8 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     held_out: dict[str, float] = {}
     if test and train:
         held_out |= time_errors(fit_seconds(train, broken), test, broken)
+    memory = fit_memory(memory_rows)
+    memory |= fit_process(memory, [row for row in checked if row["kind"] == "process"])
     seen, unseen = held_out_third(memory_rows)
     if seen and unseen:
         fitted = fit_memory(seen)
@@ -209,7 +212,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         origin=origin,
         seconds=fit_seconds(computed, broken),
         links=_fit_links(checked),
-        memory=fit_memory(memory_rows),
+        memory=memory,
         stall_seconds=float(np.median(stalls)) if stalls else 0.0,
         ranges=_ranges(checked),
         held_out=held_out,
@@ -246,6 +249,11 @@ def predict_peak(memory: Mapping[str, float], row: Row) -> float:
     parameters = 4.0 * stage_parameters(row_config(row), int(row["layers"]), True, True)
     peak = max(dot(memory, _row_kept(row)), parameters)
     return _known_bytes(row) + peak + dot(memory, _row_workspace(row))
+
+
+def predict_process(memory: Mapping[str, float], row: Row) -> float:
+    """Bytes by which a process grows in a training step, of what a process row measured."""
+    return memory.get("process.byte", 1.0) * predict_peak(memory, row)
 
 
 def mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -364,6 +372,12 @@ def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
     if left:
         memory |= _workspace(left)
     return memory
+
+
+def fit_process(memory: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float]:
+    """How many bytes a process takes for every byte of its tensors, the median of the rows."""
+    factors = [row["process_bytes"] / predict_peak(memory, row) for row in rows]
+    return {"process.byte": max(1.0, float(np.median(factors)))} if factors else {}
 
 
 def _workspace(left: Sequence[tuple[Row, float]]) -> dict[str, float]:

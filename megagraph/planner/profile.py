@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -88,13 +90,15 @@ def profile(
     if found[0] is not None:
         return found[0]
     started = time.perf_counter()
+    points = design(config, workload, device)
     rows = [
+        observe_process(_middle(points, config), device),  # first, as others leave freed memory behind
         *_communication(device),
         *stall_rows(batches),
-        *memory_rows(_of_every_width(design(config, workload, device)), device),
+        *memory_rows(_of_every_width(points), device),
     ]
     rest = budget_seconds - (time.perf_counter() - started)
-    rows += compute_rows(design(config, workload, device), device, 0.7 * rest)
+    rows += compute_rows(points, device, 0.7 * rest)
     rest = budget_seconds - (time.perf_counter() - started)
     rows += ring_rows(config, workload, device, rest)
     rows = [row | origin for row in rows]
@@ -158,6 +162,13 @@ def _of_every_width(points: list[Point]) -> list[Point]:
         chosen.setdefault((point.config.dim, point.config.heads), point)
     longer = [point for point in points if point.nodes > points[0].nodes][:1]
     return [*chosen.values(), *longer]
+
+
+def _middle(points: list[Point], config: ModelConfig) -> Point:
+    """Of the sizes with the model's own width, one that is neither small nor slow, with more layers."""
+    own = [point for point in points if (point.config.dim, point.config.heads) == (config.dim, config.heads)]
+    point = own[len(own) // 2]
+    return replace(point, config=replace(point.config, layers=min(config.layers, 8)))
 
 
 # ---- computing
@@ -391,6 +402,48 @@ def observe_memory(point: Point, device: torch.device) -> dict[str, Any]:
         "kind": "memory", "layers": point.config.layers, "targets": point.targets,
         "kept_bytes": kept[1] - kept[0], "peak_bytes": peak,
     }  # fmt: skip
+
+
+def observe_process(point: Point, device: torch.device) -> dict[str, Any]:
+    """By how many bytes this process grows in two training steps: its unique set, on a GPU what CUDA's allocator holds.
+
+    More than all tensors take, as an allocator keeps some of what is freed. What was free before is not counted.
+    """
+    small = replace(point, sequences=1, feature_rows=1, config=replace(point.config, layers=1))
+    _train(small, device)  # loads what every run needs
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        _train(point, device)
+        grown = torch.cuda.max_memory_reserved() - before
+    else:
+        process, done = psutil.Process(), threading.Event()
+        sizes = [process.memory_full_info().uss]
+
+        def watch() -> None:
+            while not done.wait(0.005):
+                sizes.append(process.memory_full_info().uss)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        _train(point, device)
+        done.set()
+        watcher.join()
+        grown = max(sizes) - sizes[0]
+    return point.fields() | {
+        "kind": "process", "layers": point.config.layers, "targets": point.targets, "process_bytes": grown,
+    }  # fmt: skip
+
+
+def _train(point: Point, device: torch.device) -> None:
+    """Two steps of a model that is dropped afterwards."""
+    model, inputs = HierarchicalGT(point.config).to(device), random_inputs(point, device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**inputs).square().mean().backward()
+        optimizer.step()
 
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> int:

@@ -211,7 +211,7 @@ class _Search:
         """[stages, L + 1] bytes; several stages of a rank share what it holds once."""
         counts = np.arange(self.config.layers + 1.0)[None]
         parts = self.cost.stage_memory(self.config, plan, self.given, counts)
-        stages = parts["parameters"] + parts["activations"] + parts["boundary"]
+        stages = parts["parameters"] + parts["activations"] + parts["boundary"] + parts["allocator"]
         return stages + self.cost.shared_bytes(self.config, plan, self.given) / plan.stages_per_rank
 
     def _split(

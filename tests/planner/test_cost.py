@@ -109,6 +109,18 @@ def test_memory_by_schedule(cost):
     assert whole - sharded == pytest.approx(4 * stage_parameters(CONFIG, 8, True, True) * 1.5)
 
 
+def test_a_process_takes_more_than_its_tensors(cost):
+    rows = [row for row in synthetic.rows() if row["kind"] == "memory"]
+    grown = [
+        {**row, "kind": "process", "process_bytes": factor * row["peak_bytes"]}
+        for row, factor in zip(rows, (1.2, 1.3, 2.0), strict=False)
+    ]
+    larger = mg.planner.fit([*synthetic.rows(), *grown])
+    for plan in (mg.Plan(cp=2), mg.Plan(pp=4, num_microbatches=8, schedule="interleaved", stages_per_rank=2)):
+        expected = 1.3 * np.array(cost.memory_bytes(CONFIG, plan))
+        assert larger.memory_bytes(CONFIG, plan) == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_was_not_measured_is_said(cost):
     assert cost.extrapolated(CONFIG, mg.Plan(dp=64, num_microbatches=1)) == []
     assert cost.extrapolated(replace(CONFIG, dim=512), mg.Plan(dp=64))[0].startswith(
