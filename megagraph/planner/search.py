@@ -251,18 +251,13 @@ class _Search:
 def lightest_split(memory: Floats) -> tuple[int, ...]:
     """The split whose largest stage needs least; ``memory`` [P, L + 1] grows with the layers of a stage.
 
-    The least limit under which the stages hold all layers is one of the table's entries; bisection finds it.
+    The least limit under which the stages hold all L layers is the L-th smallest entry, or the largest for one layer.
     """
     num_layers = memory.shape[1] - 1
     most = num_layers - len(memory) + 1  # every other stage has one layer at least
     memory = memory[:, 1 : most + 1]
-    entries = np.sort(memory, axis=None)
-    low, high = 0, len(entries) - 1
-    while low < high:
-        middle = (low + high) // 2
-        room = (memory <= entries[middle]).sum(axis=1)
-        low, high = (low, middle) if room.min() >= 1 and room.sum() >= num_layers else (middle + 1, high)
-    counts = (memory <= entries[low]).sum(axis=1)
+    limit = max(memory[:, 0].max(), np.partition(memory, num_layers - 1, axis=None)[num_layers - 1])
+    counts = (memory <= limit).sum(axis=1)
     # what is too much is taken from the fullest, so that the stages are as even as this memory lets them
     levels = np.minimum(np.arange(most + 1)[:, None], counts)
     level = int(np.searchsorted(levels.sum(axis=1), num_layers))
