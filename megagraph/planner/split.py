@@ -125,34 +125,37 @@ def balance(
     if num_stages == 1:
         time = s[0, num_layers] + (num_microbatches - 1) * s[0, num_layers]
         return (num_layers,), float(time)
+    # the middle stages with c = 0..L layers together, filled evenly: none holds more than its level of them
+    levels = np.minimum(np.arange(most + 1)[:, None], caps[1:-1])  # [most + 1, P - 2]
+    filled = levels.sum(axis=1)
+    together = np.arange(num_layers + 1)
+    level = np.minimum(np.searchsorted(filled, together), most)
+    over = filled[level] - together  # stages at the level that hold one less
+    middle = np.zeros((3, num_layers + 2))  # seconds together, largest forward, largest backward
+    if num_stages > 2:
+        middle[0, :-1] = s[1][levels].sum(axis=1)[level] - over * np.diff(s[1], prepend=0.0)[level]
+        middle[1:, :-1] = f[1, level], b[1, level]
+    middle[0, :-1][(together < num_stages - 2) | (together > filled[-1])] = np.inf
+    middle[0, -1] = np.inf  # where first and last have more than all
     first = np.arange(1, caps[0] + 1)[:, None]
     last = np.arange(1, caps[-1] + 1)[None, :]
-    middle = num_layers - first - last  # layers of all middle stages together
-    middle_caps = caps[1:-1]
-    levels = np.minimum(np.arange(most + 1)[:, None], middle_caps)  # [most + 1, P - 2]
-    filled = levels.sum(axis=1)  # layers in the middle stages when none holds more than a level
-    fits = (middle >= num_stages - 2) & (middle <= filled[-1])
-    if not fits.any():
+    rest = np.maximum(num_layers - first - last, -1)
+    total, most_f, most_b = middle[:, rest]
+    largest_f = np.maximum(np.maximum(f[0, first], f[2, last]), most_f)
+    largest_b = np.maximum(np.maximum(b[0, first], b[2, last]), most_b)
+    time = s[0, first] + s[2, last] + total + (num_microbatches - 1) * (largest_f + largest_b)
+    if not np.isfinite(time.min()):
         return None
-    middle = np.where(fits, middle, num_stages - 2)
-    level = np.searchsorted(filled, middle)
-    over = filled[level] - middle  # stages at the level that hold one less
-    sums = s[1][levels].sum(axis=1)
-    steps = np.diff(s[1], prepend=0.0)
-    total = s[0, first] + s[2, last] + (sums[level] - over * steps[level] if num_stages > 2 else 0.0)
-    largest_f, largest_b = (np.maximum(t[0, first], t[2, last]) for t in (f, b))
-    largest_memory = np.maximum(memory[0, first], memory[-1, last])
+    i, j = np.nonzero(time <= time.min() * (1 + 1e-12))
+    needs = np.maximum(memory[0, i + 1], memory[-1, j + 1])
     if num_stages > 2:
-        largest_f, largest_b = np.maximum(largest_f, f[1, level]), np.maximum(largest_b, b[1, level])
-        largest_memory = np.maximum(largest_memory, memory[1:-1].max(axis=0)[level])
-    time = total + (num_microbatches - 1) * (largest_f + largest_b)
-    time = np.where(fits, time, np.inf)
-    ties = time <= time.min() * (1 + 1e-12)
-    index = np.where(ties, largest_memory, np.inf).argmin()
-    i, j = np.unravel_index(index, time.shape)
-    counts = levels[level[i, j]].copy()
+        needs = np.maximum(needs, memory[1:-1].max(axis=0)[level[rest[i, j]]])
+    best = needs.argmin()
+    i, j = i[best], j[best]
+    left = rest[i, j]
+    counts = levels[level[left]].copy()
     # the earliest keep the most in flight, so they hold the one less
-    counts[np.flatnonzero(counts == level[i, j])[: over[i, j]]] -= 1
+    counts[np.flatnonzero(counts == level[left])[: over[left]]] -= 1
     return (int(i) + 1, *counts.tolist(), int(j) + 1), float(time[i, j])
 
 
