@@ -2,6 +2,7 @@
 
     python -m bench.data --step ego --products FOLDER
     python -m bench.data --step cluster --products FOLDER
+    python -m bench.data --step packing --root ROOT
     python -m bench.data --step prepare --root ROOT
     python -m bench.data --step throughput --root ROOT
 
@@ -15,6 +16,7 @@ nodes. With a curve over epsilon: the share of the exact top 14's PageRank mass 
 found, the slots filled, and the edges walked a source.
 cluster: end to end, with features: the rows of one of four ranks, N' = 8192, N_s = 256, distances up to 8. With the
 share of the edges that is within a sequence, by the packing that training uses and by packing clusters at random.
+packing: the same two shares on real graphs, N' = 1024, over five seeds.
 prepare: what ``megagraph train`` computes once for a graph; Numba's cache is empty (cold), then as that left it.
 throughput: steps of ``megagraph train`` on debian12, from a loader with one worker and from batches in memory.
 
@@ -25,6 +27,7 @@ Settings and limits are fixed.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -46,7 +49,7 @@ from megagraph.config import TrainConfig
 from megagraph.data import compiled
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.coarsen import quality
-from megagraph.data.datasets import csr_arrays, load_graph
+from megagraph.data.datasets import Graph, csr_arrays, load_graph
 from megagraph.data.loader import Loader
 from megagraph.data.sample import known_nodes
 from megagraph.data.store import open_store
@@ -61,6 +64,7 @@ EGO_BATCH, EGO_BATCHES, SEQUENCES_PER_SECOND = 256, 16, 4000  # at least
 CURVE, EXACT, CURVE_SOURCES = (1e-3, 3e-4, 1e-4, 3e-5), 1e-7, 200
 CLUSTER = {"batching": "cluster", "bias": "bucket", "sequence_nodes": 8192, "num_super": 256, "max_distance": 8}
 CLUSTER_RANKS, CLUSTER_SEQUENCES, CLUSTER_SECONDS = 4, 5, 0.4  # at most
+PACKED = ("computers", "pubmed", "wordnet30", "debian12")
 PREPARE_SECONDS = {  # at most: with Numba warm, and cold
     "cora": (1, 10),
     "citeseer": (1, 10),
@@ -73,7 +77,7 @@ TRAINING = {
 }
 WARM_STEPS, STEPS, SHARE_OF_PREBUILT = 5, 30, 0.9  # at least; the first steps use up what has been built ahead
 
-Step = Literal["ego", "cluster", "prepare", "throughput"]
+Step = Literal["ego", "cluster", "packing", "prepare", "throughput"]
 
 
 def main(step: Step, products: Path | None = None, root: Path | None = None, child: str | None = None) -> None:
@@ -81,7 +85,7 @@ def main(step: Step, products: Path | None = None, root: Path | None = None, chi
     if child is not None:
         print(json.dumps(_measure(step, products, root, child)))
         return
-    cases = {"prepare": list(PREPARE_SECONDS), "throughput": list(TRAINING)}.get(step, [step])
+    cases = {"packing": PACKED, "prepare": list(PREPARE_SECONDS), "throughput": list(TRAINING)}.get(step, [step])
     rows = []
     for case in cases:
         with tempfile.TemporaryDirectory() as empty:
@@ -97,6 +101,8 @@ def main(step: Step, products: Path | None = None, root: Path | None = None, chi
 
 def _measure(step: Step, products: Path | None, root: Path | None, case: str) -> dict[str, Any]:
     torch.set_num_threads(1)
+    if step == "packing":
+        return _packing(root, case)
     if step == "prepare":
         return _prepare(root, case)
     if step == "throughput":
@@ -184,15 +190,6 @@ def _cluster(products: Path) -> dict[str, Any]:
         share = Share(cp_rank=index % CLUSTER_RANKS, cp=CLUSTER_RANKS)
         return builder.build(sequences[index], mask, np.random.default_rng(SEED), share)
 
-    def kept_edges(together: float) -> float:
-        """Share of the edges that a packing leaves within sequences."""
-        builder.together = together
-        packed = builder.plan(np.arange(graph.num_nodes), 1, np.random.default_rng(SEED))
-        sequence_of = np.empty(graph.num_nodes, np.int64)
-        for sequence, (nodes,) in enumerate(packed):
-            sequence_of[nodes[nodes >= 0]] = sequence
-        return 1 - quality(graph, sequence_of).edge_cut
-
     batch, first = _timed(lambda: build(0))
     seconds = [_timed(lambda index=index: build(index))[1] for index in range(1, 1 + CLUSTER_SEQUENCES * CLUSTER_RANKS)]
     return {
@@ -206,7 +203,37 @@ def _cluster(products: Path) -> dict[str, Any]:
         "prepare_seconds": preparing,
         "first_batch_seconds": first,
         "clusters": asdict(builder.quality),
-        "kept_edges": {"together": builder.together, "share": kept_edges(builder.together), "random": kept_edges(0)},
+        "kept_edges": {
+            "together": builder.together,
+            "share": _kept_edges(graph, builder, builder.together, SEED),
+            "random": _kept_edges(graph, builder, 0, SEED),
+        },
+    }
+
+
+def _kept_edges(graph: Graph, builder: ClusterBatches, together: float, seed: int) -> float:
+    """Share of the edges that a packing leaves within sequences."""
+    packing = copy.copy(builder)
+    packing.together = together
+    sequence_of = np.empty(graph.num_nodes, np.int64)
+    for sequence, (nodes,) in enumerate(packing.plan(np.arange(graph.num_nodes), 1, np.random.default_rng(seed))):
+        sequence_of[nodes[nodes >= 0]] = sequence
+    return 1 - quality(graph, sequence_of).edge_cut
+
+
+def _packing(root: Path | None, case: str) -> dict[str, Any]:
+    graph = load_graph(*_dataset(root, case))
+    builder = prepare(graph, batching="cluster", bias="bucket")
+    assert isinstance(builder, ClusterBatches)
+    kept, random = (
+        [_kept_edges(graph, builder, together, seed) for seed in range(ROUNDS)] for together in (builder.together, 0)
+    )
+    return {
+        "unit": "share of the edges",
+        **_spread(kept),
+        "random": _spread(random),
+        "together": builder.together,
+        "within_clusters": 1 - builder.quality.edge_cut,
     }
 
 
