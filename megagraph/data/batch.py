@@ -327,8 +327,8 @@ class ClusterBatches(_Builder):
     Args:
         clusters: [V] cluster of every node, from 0 on without gaps, none in two super nodes.
         edges: between the clusters, their ``quotient``.
-        together: the probability that the next cluster of a sequence is drawn among the neighbours of those in it, by
-            the number of edges, and not among all.
+        together: the probability that the next cluster of a sequence is the one with the most edges to those in it, and
+            not any one.
     """
 
     def __init__(
@@ -370,11 +370,8 @@ class ClusterBatches(_Builder):
         anyone = iter(rng.permutation(len(left)))
         pull = np.zeros(len(left))  # edges from the clusters of the sequence to those that are left
         for _ in range(len(left)):
-            near = np.flatnonzero(pull) if rng.random() < self.together else ()
-            if len(near):
-                reach = np.cumsum(pull[near])
-                cluster = near[np.searchsorted(reach, rng.random() * reach[-1], side="right")]
-            else:
+            cluster = int(pull.argmax())
+            if rng.random() >= self.together or pull[cluster] == 0:
                 cluster = next(cluster for cluster in anyone if left[cluster])
             left[cluster] = False
             members = self._members[cluster]
