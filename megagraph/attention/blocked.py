@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.bias import MASKED_BUCKET
-from megagraph.attention.dropout import keep_mask, row_keys
+from megagraph.attention.dropout import drop_, row_keys, softmax_backward_
 from megagraph.attention.step import Step
 
 ELEMENTS_PER_THREAD = 1 << 20
@@ -65,7 +65,7 @@ def _shifted(part: slice, start: int) -> slice:
 def _tile_sizes(step: Step, batch: int, heads: int, rows: int, *, buffers: int) -> tuple[int, int, int]:
     """(sequences, rows, keys) per tile; ``buffers`` planes of scores per head stay alive beside what a step needs."""
     if step.dropout_key is not None:
-        buffers += 2  # the hash and its shifted copy
+        buffers += 2  # the hash and its shifted copy, on other devices than a CPU
     # the data of the bias is shared by the heads
     data = {"bucket": 1, "projected": 0 if step.data is None else step.data.shape[1]}.get(step.form, 0)
     area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (buffers * heads + data), 1)
@@ -184,12 +184,6 @@ def _row_keys(step: Step, q: Tensor) -> Tensor | None:
     return row_keys(step.dropout_key, q.shape[1], row_ids)
 
 
-def _kept(step: Step, tile: _Tile, row_key: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 where kept, 0 where dropped [b * H, m, n]; multiplying is faster on a CPU than filling by a boolean mask."""
-    columns = torch.arange(tile.columns.start, tile.columns.stop, device=row_key.device)
-    return keep_mask(_part(row_key, tile.batch, tile.rows), columns, step.dropout_p).to(dtype)
-
-
 def attention_step(
     step: Step,
     q: Tensor,
@@ -228,7 +222,7 @@ def attention_step(
             p = _exp_difference_(s, pivot)
             l_new = p.sum(dim=-1)
             if row_key is not None:
-                p *= _kept(step, tile, row_key, compute)
+                drop_(p, _part(row_key, batch, rows), step.dropout_p, tile.columns.start)
             acc_new = _matmul(p, _part(v, batch, tile.keys))
             if state is not None:
                 rescale = (state.m - pivot).exp_()
@@ -275,21 +269,21 @@ def attention_step_backward(
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
     sizes = _tile_sizes(step, *q.shape[:3], buffers=2)
     buffers = q.new_empty(2, q.shape[1] * math.prod(sizes))
-    pivot, delta = _finite(lse), delta.unsqueeze(-1)
+    pivot = _finite(lse)
     for batch, rows, tiles in _row_tiles(step, q, sizes):
         q_t, d_out_t = _part(q, batch, rows), _part(d_out, batch, rows)
         pivot_t, delta_t = _part(pivot, batch, rows), _part(delta, batch, rows)
         for tile in tiles:
             k_t, v_t = _part(k, batch, tile.keys), _part(v, batch, tile.keys)
             data = _bias_data(step, tile, compute)
-            p = p_kept = _exp_difference_(_scores(step, tile, q_t, k_t, data, table, buffers[0]), pivot_t)
+            p = _exp_difference_(_scores(step, tile, q_t, k_t, data, table, buffers[0]), pivot_t)
             dp = _tile_of(buffers[1], q_t, k_t).baddbmm_(d_out_t, v_t.mT, beta=0.0, alpha=keep_scale)
-            if row_key is not None:
-                kept = _kept(step, tile, row_key, compute)
-                dp *= kept
-                p_kept = kept.mul_(p)
-            _add(dv, tile.batch, tile.keys, _matmul(p_kept.mT, d_out_t), keep_scale)
-            ds = dp.sub_(delta_t).mul_(p)
+            if row_key is None:
+                ds = dp.sub_(delta_t.unsqueeze(-1)).mul_(p)
+            else:
+                ds = dp
+                softmax_backward_(ds, p, delta_t, _part(row_key, batch, rows), step.dropout_p, tile.columns.start)
+            _add(dv, tile.batch, tile.keys, _matmul(p.mT, d_out_t), keep_scale)
             _add(dq, tile.batch, tile.rows, _matmul(ds, k_t), step.scale)
             _add(dk, tile.batch, tile.keys, _matmul(ds.mT, q_t), step.scale)
             if d_learned is not None:

@@ -9,6 +9,9 @@ they run in int32, whose products and sums wrap to the same bits.
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +29,10 @@ def dropout_threshold(p: float) -> int:
 
 def mix32(x: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finaliser, elementwise on int32."""
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        x = x.clone(memory_format=torch.contiguous_format)
+        _compiled().mix32_(unsigned(x))
+        return x
     # the masks turn int32's arithmetic shifts into logical ones; in place, because this runs once per score
     x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(_MUL_1)
     x = x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF)).mul_(_MUL_2)
@@ -68,8 +75,51 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
     return hashed.bitwise_xor_(sign).ge_(dropout_threshold(p) + sign)
 
 
+def compiled_loops(x: Tensor) -> ModuleType | None:
+    """``megagraph.attention.compiled`` where it takes x: fp32 and fp64 on a CPU."""
+    return _compiled() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) else None
+
+
+def _compiled() -> ModuleType:
+    from megagraph.attention import compiled  # Numba takes a second to import
+
+    return compiled
+
+
+def unsigned(keys: Tensor) -> np.ndarray:
+    """int32 [...] as the compiled loops take them, uint32 [R]."""
+    return keys.flatten().numpy().view(np.uint32)
+
+
+def drop_(p: Tensor, row_key: Tensor, dropout_p: float, first_column: int) -> None:
+    """Write 0 into p [..., N], contiguous, where dropped; the columns are ``first_column`` and the next ones."""
+    loops = compiled_loops(p)
+    if loops is None:
+        columns = torch.arange(first_column, first_column + p.shape[-1], device=p.device)
+        p *= keep_mask(row_key, columns, dropout_p).to(p.dtype)
+    else:
+        threshold = np.uint32(dropout_threshold(dropout_p))
+        loops.drop_(p.flatten(0, -2).numpy(), unsigned(row_key), first_column, threshold)
+
+
+def softmax_backward_(
+    dp: Tensor, p: Tensor, delta: Tensor, row_key: Tensor, dropout_p: float, first_column: int
+) -> None:
+    """dp becomes ds = p * (keep * dp - delta), then p becomes keep * p; both [..., N], contiguous, delta [...]."""
+    loops = compiled_loops(p)
+    if loops is None:
+        columns = torch.arange(first_column, first_column + p.shape[-1], device=p.device)
+        keep = keep_mask(row_key, columns, dropout_p).to(p.dtype)
+        dp.mul_(keep).sub_(delta.unsqueeze(-1)).mul_(p)
+        p *= keep
+    else:
+        rows = (x.flatten(0, -2).numpy() for x in (dp, p))
+        threshold = np.uint32(dropout_threshold(dropout_p))
+        loops.softmax_backward_(*rows, delta.flatten().numpy(), unsigned(row_key), first_column, threshold)
+
+
 def hidden_dropout(x: Tensor, p: float, key: Tensor | None, layout: NodeLayout) -> Tensor:
-    """Dropout of hidden states x [B, M, d]; on CUDA one kernel, elsewhere one byte an element is kept for backward.
+    """Dropout of hidden states x [B, M, d]; nothing of their size is kept for backward.
 
     Args:
         p: probability to drop, in [0, 1).
@@ -78,10 +128,28 @@ def hidden_dropout(x: Tensor, p: float, key: Tensor | None, layout: NodeLayout) 
     """
     if key is None or p == 0.0:
         return x
+    row_ids = layout.row_ids(x.device)[: x.shape[1]]
     if x.is_cuda:
-        row_ids = None if layout.world_size == 1 else layout.row_ids(x.device)[: x.shape[1]]
-        return _hidden_dropout(x, p, key, row_ids)
-    return _HiddenDropout.apply(x, p, key, layout.row_ids(x.device)[: x.shape[1]])
+        return _hidden_dropout(x, p, key, None if layout.world_size == 1 else row_ids)
+    return _drop_rows(x, p, row_keys(key, 1, row_ids)[:, 0])
+
+
+@torch.library.custom_op("megagraph::drop_rows", mutates_args=())
+def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
+    """x [..., d] without what row_key int32 [...] drops; its gradient is the same dropout of d_out."""
+    scale = 1.0 / (1.0 - p)
+    loops = compiled_loops(x)
+    if loops is None or x.numel() == 0:
+        return keep_mask(row_key, torch.arange(x.shape[-1], device=x.device), p).to(x.dtype).mul_(x).mul_(scale)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, kept = (tensor.detach().reshape(-1, x.shape[-1]).numpy() for tensor in (x, out))
+    loops.drop(rows, unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale), kept)
+    return out
+
+
+@_drop_rows.register_fake
+def _(x, p, row_key):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("megagraph::hidden_dropout", mutates_args=())
@@ -109,19 +177,9 @@ def _backward(ctx, d_out):
     return _hidden_dropout(d_out, ctx.p, *ctx.saved_tensors), None, None, None
 
 
+def _drop_rows_backward(ctx, d_out):
+    return _drop_rows(d_out, ctx.p, *ctx.saved_tensors), None, None
+
+
 _hidden_dropout.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _HiddenDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, p, key, rows):
-        columns = torch.arange(x.shape[2], device=x.device)  # channels; the head is 0
-        keep = keep_mask(row_keys(key, 1, rows)[:, 0], columns, p).to(torch.uint8)
-        ctx.scale = 1.0 / (1.0 - p)
-        ctx.save_for_backward(keep)
-        return keep.to(x.dtype).mul_(x).mul_(ctx.scale)
-
-    @staticmethod
-    def backward(ctx, d_out):
-        (keep,) = ctx.saved_tensors
-        return keep.to(d_out.dtype).mul_(d_out).mul_(ctx.scale), None, None, None
+_drop_rows.register_autograd(_drop_rows_backward, setup_context=_setup_context)

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import megagraph as mg
-from megagraph.attention.dropout import dropout_keys, hidden_dropout, keep_mask, mix32, mix_key, row_keys
+from megagraph.attention.dropout import (
+    _drop_rows,
+    drop_,
+    dropout_keys,
+    hidden_dropout,
+    keep_mask,
+    mix32,
+    mix_key,
+    row_keys,
+    softmax_backward_,
+)
+
+KEY = dropout_keys(2**31 + 7, 3, torch.tensor([0, 9]))
 
 
 def murmur3_finaliser(x: int) -> int:
@@ -67,16 +80,51 @@ def test_the_mask_is_random_enough():
         assert abs((first * other).mean()) < noise
 
 
-def test_hidden_dropout_keeps_one_byte_an_element():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 5, 63), (4, 129)], ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.7])  # the threshold of the latter is no int32
+def test_dropped_in_place_is_the_mask(shape, dtype, p):
+    first = 2**31 - 9  # columns beyond int32
+    row_key = torch.randint(-(2**31), 2**31, shape[:-1], dtype=torch.int32)
+    keep = keep_mask(row_key, torch.arange(first, first + shape[-1]), p).to(dtype)
+    x, dp, delta = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[:-1]).to(dtype)
+    dropped = x.clone()
+    drop_(dropped, row_key, p, first)
+    assert torch.equal(dropped, x * keep)
+    expected = x * (dp * keep - delta.unsqueeze(-1))
+    softmax_backward_(dp, x, delta, row_key, p, first)
+    assert torch.equal(x, dropped)
+    torch.testing.assert_close(dp, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 5, 63)], ids=str)
+def test_dropped_rows_are_the_mask(shape, dtype):
+    x, row_key = torch.randn(shape).to(dtype), torch.randint(-(2**31), 2**31, shape[:-1], dtype=torch.int32)
+    for p in (0.1, 0.7):
+        keep = keep_mask(row_key, torch.arange(shape[-1]), p).to(dtype)
+        assert torch.equal(_drop_rows(x, p, row_key), x * keep * (1 / (1 - p)))
+        view = x.mT.contiguous().mT
+        assert torch.equal(_drop_rows(view, p, row_key), x * keep * (1 / (1 - p)))
+    assert _drop_rows(x[..., :0], p, row_key).shape == (*shape[:-1], 0)
+
+
+def test_hidden_dropout_keeps_row_keys_only():
     x = torch.randn(3, 50, 40, dtype=torch.float64, requires_grad=True)
     key = dropout_keys(0, 0, torch.arange(3))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = hidden_dropout(x, 0.25, key, mg.NodeLayout(x.shape[1], 0))
-    assert sum(t.nbytes for t in saved) == x.numel()
+    assert sum(t.nbytes for t in saved) == 4 * 3 * 50
     dropped = out == 0
     assert abs(dropped.double().mean() - 0.25) < 0.03
     torch.testing.assert_close(out[~dropped], x[~dropped] / 0.75)
     (d_x,) = torch.autograd.grad(out, x, torch.ones_like(x))
     torch.testing.assert_close(d_x, (~dropped).double() / 0.75)
     assert hidden_dropout(x, 0.25, None, mg.NodeLayout(x.shape[1], 0)) is x
+
+
+def test_opcheck_of_dropped_rows():
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
+        torch.library.opcheck(_drop_rows, (x, 0.3, row_keys(KEY, 5, torch.zeros(1))[0, :, 0]))

@@ -1,0 +1,63 @@
+"""What torch would do in many passes over memory, compiled by Numba on its first call and kept on disk.
+
+Arrays are contiguous; row_keys, uint32 [R], and threshold, uint32, are those of ``megagraph.attention.dropout``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_GOLDEN = np.uint32(0x9E3779B9)
+_MUL_1 = np.uint32(0x85EBCA6B)
+_MUL_2 = np.uint32(0xC2B2AE35)
+
+
+@njit(cache=True, nogil=True)
+def _mix32(h):
+    # Numba computes in 64 bits unless told otherwise
+    h = np.uint32((h ^ (h >> np.uint32(16))) * _MUL_1)
+    h = np.uint32((h ^ (h >> np.uint32(13))) * _MUL_2)
+    return np.uint32(h ^ (h >> np.uint32(16)))
+
+
+@njit(cache=True, nogil=True)
+def _hash(row_key, column):
+    return _mix32(row_key ^ np.uint32(np.uint32(column) * _GOLDEN))
+
+
+@njit(cache=True, nogil=True)
+def mix32_(x):
+    """``dropout.mix32`` of x, uint32 [R], in place."""
+    for i in range(len(x)):
+        x[i] = _mix32(x[i])
+
+
+@njit(cache=True, nogil=True)
+def drop(x, row_keys, threshold, scale, out):
+    """scale * x where kept, 0 where dropped, into out [R, N], which is not x."""
+    zero = x.dtype.type(0)
+    for row in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[row, column] = x[row, column] * scale if _hash(row_keys[row], column) >= threshold else zero
+
+
+@njit(cache=True, nogil=True)
+def drop_(p, row_keys, first_column, threshold):
+    """0 where dropped, in p [R, N] itself."""
+    for row in range(p.shape[0]):
+        for column in range(p.shape[1]):
+            if _hash(row_keys[row], first_column + column) < threshold:
+                p[row, column] = 0
+
+
+@njit(cache=True, nogil=True)
+def softmax_backward_(dp, p, delta, row_keys, first_column, threshold):
+    """ds = p * (dp - delta) in dp [R, N], where dp counts as 0 if dropped, and 0 where dropped in p."""
+    zero = p.dtype.type(0)
+    for row in range(p.shape[0]):
+        for column in range(p.shape[1]):
+            kept = _hash(row_keys[row], first_column + column) >= threshold
+            probability = p[row, column]
+            dp[row, column] = probability * ((dp[row, column] if kept else zero) - delta[row])
+            p[row, column] = probability if kept else zero
