@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.packing import Packing
 
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads neighbouring columns over all bits
 _MUL_1 = 0x85EBCA6B - (1 << 32)
@@ -118,20 +119,24 @@ def softmax_backward_(
         loops.softmax_backward_(*rows, delta.flatten().numpy(), unsigned(row_key), first_column, threshold)
 
 
-def hidden_dropout(x: Tensor, p: float, key: Tensor | None, layout: NodeLayout) -> Tensor:
-    """Dropout of hidden states x [B, M, d]; nothing of their size is kept for backward.
+def hidden_dropout(
+    x: Tensor, p: float, key: Tensor | None, layout: NodeLayout, packing: Packing | None = None
+) -> Tensor:
+    """Dropout of hidden states x [B, M, d], or of packed ones [T, d]; nothing of their size is kept for backward.
 
     Args:
         p: probability to drop, in [0, 1).
         key: int32 [B], already specific to the layer and site; ``None`` switches dropout off.
         layout: which nodes the rows of x are, the first M of this rank's.
+        packing: which of them x holds, on one rank.
     """
     if key is None or p == 0.0:
         return x
-    row_ids = layout.row_ids(x.device)[: x.shape[1]]
-    if x.is_cuda:
+    row_ids = layout.row_ids(x.device)[: layout.num_local if packing else x.shape[1]]
+    if x.is_cuda and packing is None:
         return _hidden_dropout(x, p, key, None if layout.world_size == 1 else row_ids)
-    return _drop_rows(x, p, row_keys(key, 1, row_ids)[:, 0])
+    row_key = row_keys(key, 1, row_ids)[:, 0]
+    return _drop_rows(x, p, row_key if packing is None else row_key.flatten()[packing.slots])
 
 
 @torch.library.custom_op("megagraph::drop_rows", mutates_args=())

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megagraph.attention.bias import Bias
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import Impl
+from megagraph.attention.packing import Packing
 from megagraph.attention.ring import Comm, check_comm, ring_attention
 
 
@@ -80,6 +81,7 @@ class BiasedRingAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         dropout_key: Tensor | None = None,
         num_queries: int | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -89,6 +91,7 @@ class BiasedRingAttention(nn.Module):
             dropout_key: int32 [B], see :func:`megagraph.dropout_keys`; ``None`` in training draws one from the default
                 generator, on one rank. Not used in evaluation.
             num_queries: compute the first M local rows only; ``attn_bias`` then has M rows.
+            packing: x and the result are packed rows [T, E] of whole sequences on one rank.
         """
         world_size = 1 if self.mesh is None else self.mesh.size()
         if layout is None:
@@ -98,6 +101,7 @@ class BiasedRingAttention(nn.Module):
                     "pass NodeLayout(num_nodes, num_super, mesh.get_local_rank(), mesh.size())"
                 )
             layout = NodeLayout(x.shape[1], 0)
+        split, join = (self._split, self._join) if packing is None else (packing.split_heads, packing.join_heads)
         dropout_p = self.dropout if self.training else 0.0
         if dropout_p > 0.0 and dropout_key is None:
             if world_size > 1:
@@ -107,9 +111,9 @@ class BiasedRingAttention(nn.Module):
                 )
             dropout_key = torch.randint(-(2**31), 2**31, (x.shape[0],), dtype=torch.int32, device=x.device)
         out = ring_attention(
-            self._heads(self.q_proj(x[:, :num_queries])),
-            self._heads(self.k_proj(x)),
-            self._heads(self.v_proj(x)),
+            split(self.q_proj(x if num_queries is None else x[:, :num_queries]), self.num_heads),
+            split(self.k_proj(x), self.num_heads),
+            split(self.v_proj(x), self.num_heads),
             attn_bias,
             layout=layout,
             mesh=self.mesh,
@@ -119,8 +123,14 @@ class BiasedRingAttention(nn.Module):
             dropout_key=dropout_key,
             impl=self.impl,
         )
-        return self.out_proj(out.transpose(1, 2).flatten(2))
+        return self.out_proj(join(out))
 
-    def _heads(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
         """[B, S, E] -> [B, H, S, D]."""
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+    @staticmethod
+    def _join(x: Tensor) -> Tensor:
+        """[B, H, M, D] -> [B, M, E]."""
+        return x.transpose(1, 2).flatten(2)

@@ -11,6 +11,7 @@ from megagraph.attention.bias import BucketBias, ProjectedBias
 from megagraph.attention.dropout import hidden_dropout, mix_key
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
+from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 
 # one number per place where a layer drops something; the key of a place is mix_key(key, layer, site)
@@ -53,6 +54,7 @@ class GraphTransformerLayer(nn.Module):
         layout: NodeLayout,
         dropout_key: Tensor | None = None,
         num_queries: int | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """One layer, on the S rows of a rank (all N on one rank).
 
@@ -63,11 +65,12 @@ class GraphTransformerLayer(nn.Module):
             layout: which nodes the rows are.
             dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
             num_queries: compute only the first M rows.
+            packing: x and the result are packed rows [T, d] of whole sequences on one rank.
 
         Returns:
             [B, M, d], M = S unless ``num_queries`` says less.
         """
-        inputs = (x, structure, key_padding_mask, layout, dropout_key, num_queries)
+        inputs = (x, structure, key_padding_mask, layout, dropout_key, num_queries, packing)
         if self.checkpoint and torch.is_grad_enabled():
             # inside the layer, so that fully_shard has gathered its weights once by then
             return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -81,6 +84,7 @@ class GraphTransformerLayer(nn.Module):
         layout: NodeLayout,
         dropout_key: Tensor | None,
         num_queries: int | None,
+        packing: Packing | None,
     ) -> Tensor:
         rows = slice(num_queries)
         bias: BucketBias | ProjectedBias
@@ -96,7 +100,9 @@ class GraphTransformerLayer(nn.Module):
             key_padding_mask=key_padding_mask,
             dropout_key=key_at[_ATTENTION_SITE],
             num_queries=num_queries,
+            packing=packing,
         )
-        x = x[:, rows] + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], layout)
+        x = x if num_queries is None else x[:, rows]
+        x = x + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], layout, packing)
         h = self.ffn(self.ffn_norm(x))
-        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], layout)
+        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], layout, packing)

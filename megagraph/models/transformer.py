@@ -8,12 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.dropout import hidden_dropout, mix_key
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.layers import GraphTransformerLayer
 
 _INPUT_SITE = 3  # after the layers' own sites 0..2, with the layer index -1
 
 
+_PACKED_FROM = 1 / 16  # share of padding from which leaving it out pays on a CPU
 _TABLES = ("global_tokens", "degree_table")
 
 
@@ -130,10 +132,15 @@ class GraphTransformer(nn.Module):
         dropout_key: Tensor | None,
     ) -> Tensor:
         """The layers that are here, [B, S, d] -> [B, S, d]; the model's last layer gives its first T rows only."""
+        packing = _worth_packing(x, key_padding_mask, layout)
+        if packing is not None:
+            x, structure = packing.pack(x), structure.contiguous()  # one copy, or every layer makes its own
         for index, layer in self.layers.items():
             rows = num_targets if int(index) == self.config.layers - 1 else None
-            x = layer(x, structure, key_padding_mask, layout, self._key(dropout_key), rows)
-        return x
+            if packing is not None and rows is not None:
+                x, packing = packing.unpack(x), None
+            x = layer(x, structure, key_padding_mask, layout, self._key(dropout_key), rows, packing)
+        return x if packing is None else packing.unpack(x)
 
     def read_out(self, x: Tensor) -> Tensor:
         """Class scores [B, T, num_classes]."""
@@ -145,3 +152,11 @@ class GraphTransformer(nn.Module):
         if dropout_key is None:
             raise ValueError("dropout_key is needed in training; make one with megagraph.dropout_keys(seed, step, ids)")
         return dropout_key
+
+
+def _worth_packing(x: Tensor, key_padding_mask: Tensor, layout: NodeLayout) -> Packing | None:
+    """On a GPU shapes that depend on the data would make it wait."""
+    if x.device.type != "cpu" or layout.world_size > 1 or torch.compiler.is_compiling():
+        return None
+    share = key_padding_mask.double().mean().item()
+    return Packing(key_padding_mask) if _PACKED_FROM <= share < 1 else None

@@ -12,6 +12,7 @@ import megagraph as mg
 from bench.paper.epoch_time import EagerANSGT
 from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
+from megagraph.models import transformer
 from megagraph.train import loss_sum
 
 CONFIG = mg.ModelConfig(
@@ -81,6 +82,28 @@ def test_padding_has_no_influence(model, batch):
     node_index = batch.node_index.masked_fill(batch.key_padding_mask[:, :-2], 3)
     changed = replace(batch, structure=structure, node_index=node_index)
     torch.testing.assert_close(logits(model, changed), logits(model, batch))
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+@pytest.mark.parametrize("bias", ["projected", "bucket"])
+def test_leaving_padding_out_changes_nothing(batch, bias, num_targets, monkeypatch):
+    config = CONFIG
+    if bias == "bucket":
+        config = replace(CONFIG, bias="bucket", bias_size=3)
+        batch = replace(batch, structure=batch.structure[:, 0].gt(0.2).to(torch.uint8))
+    torch.manual_seed(0)
+    model = mg.HierarchicalGT(config).double()
+    inputs = batch.model_inputs(mg.dropout_keys(0, 5, batch.sequence_ids)) | {"num_targets": num_targets}
+    results = []
+    for share in (0.0, 1.0):
+        monkeypatch.setattr(transformer, "_PACKED_FROM", share)
+        model.zero_grad()
+        scores = model(**inputs)[~batch.key_padding_mask[:, :num_targets]]
+        scores.square().sum().backward()
+        results.append([scores, *(parameter.grad for parameter in model.parameters())])
+    names = ["scores", *(name for name, _ in model.named_parameters())]
+    for name, got, want in zip(names, *results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_dropout_is_on_in_training_only_and_follows_its_key(model, batch):
