@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import megagraph as mg
 from bench.paper.epoch_time import EagerANSGT
@@ -82,6 +83,24 @@ def test_padding_has_no_influence(model, batch):
     node_index = batch.node_index.masked_fill(batch.key_padding_mask[:, :-2], 3)
     changed = replace(batch, structure=structure, node_index=node_index)
     torch.testing.assert_close(logits(model, changed), logits(model, batch))
+
+
+@pytest.mark.parametrize("num_rows", [1, 37])
+@pytest.mark.parametrize("nonzeros", [0, 1, 131])
+def test_sparse_features_change_nothing(num_rows, nonzeros):
+    config = replace(CONFIG, in_features=131)
+    model = mg.HierarchicalGT(config).double()
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(num_rows, 131, dtype=torch.float64, generator=generator)
+    features *= torch.rand(features.shape, generator=generator).argsort(dim=1) < nonzeros  # of a row
+    encoded = model.encode(features, None)
+    assert ("SparseProduct" in str(encoded.grad_fn.next_functions)) == (nonzeros < 131)
+    weight, bias = parameters = model.input_proj.weight, model.input_proj.bias
+    expected = nn.functional.linear(features, weight, bias)
+    torch.testing.assert_close(encoded, expected, rtol=1e-12, atol=1e-14)
+    d_out = torch.randn_like(encoded)
+    for got, want in zip(*(torch.autograd.grad(out, parameters, d_out) for out in (encoded, expected)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
