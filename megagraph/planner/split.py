@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 StageCost = Callable[[int, int, int], float]
@@ -131,28 +132,29 @@ def balance(
     together = np.arange(num_layers + 1)
     level = np.minimum(np.searchsorted(filled, together), most)
     over = filled[level] - together  # stages at the level that hold one less
-    middle = np.zeros((3, num_layers + 2))  # seconds together, largest forward, largest backward
+    middle = np.zeros((3, num_layers + 1))  # seconds together, largest forward, largest backward
     if num_stages > 2:
-        middle[0, :-1] = s[1][levels].sum(axis=1)[level] - over * np.diff(s[1], prepend=0.0)[level]
-        middle[1:, :-1] = f[1, level], b[1, level]
-    middle[0, :-1][(together < num_stages - 2) | (together > filled[-1])] = np.inf
-    middle[0, -1] = np.inf  # where first and last have more than all
-    first = np.arange(1, caps[0] + 1)[:, None]
-    last = np.arange(1, caps[-1] + 1)[None, :]
-    rest = np.maximum(num_layers - first - last, -1)
-    total, most_f, most_b = middle[:, rest]
-    largest_f = np.maximum(np.maximum(f[0, first], f[2, last]), most_f)
-    largest_b = np.maximum(np.maximum(b[0, first], b[2, last]), most_b)
-    time = s[0, first] + s[2, last] + total + (num_microbatches - 1) * (largest_f + largest_b)
+        middle[0] = s[1][levels].sum(axis=1)[level] - over * np.diff(s[1], prepend=0.0)[level]
+        middle[1:] = f[1, level], b[1, level]
+    middle[0, (together < num_stages - 2) | (together > filled[-1])] = np.inf
+    # the same where first and last have 2, 3, ... layers together; a window for every load of the first
+    beside = np.zeros((3, caps[0] + caps[-1] - 1))
+    beside[0] = np.inf
+    beside[:, : num_layers - 1] = middle[:, num_layers - 2 :: -1][:, : beside.shape[1]]
+    total, most_f, most_b = sliding_window_view(beside, caps[-1], axis=1)
+    first, last = slice(1, caps[0] + 1), slice(1, caps[-1] + 1)
+    largest_f = np.maximum(np.maximum(f[0, first, None], f[2, last]), most_f)
+    largest_b = np.maximum(np.maximum(b[0, first, None], b[2, last]), most_b)
+    time = s[0, first, None] + s[2, last] + total + (num_microbatches - 1) * (largest_f + largest_b)
     if not np.isfinite(time.min()):
         return None
     i, j = np.nonzero(time <= time.min() * (1 + 1e-12))
+    left = num_layers - 2 - i - j
     needs = np.maximum(memory[0, i + 1], memory[-1, j + 1])
     if num_stages > 2:
-        needs = np.maximum(needs, memory[1:-1].max(axis=0)[level[rest[i, j]]])
+        needs = np.maximum(needs, memory[1:-1].max(axis=0)[level[left]])
     best = needs.argmin()
-    i, j = i[best], j[best]
-    left = rest[i, j]
+    i, j, left = i[best], j[best], left[best]
     counts = levels[level[left]].copy()
     # the earliest keep the most in flight, so they hold the one less
     counts[np.flatnonzero(counts == level[left])[: over[left]]] -= 1
