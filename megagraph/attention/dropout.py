@@ -32,7 +32,7 @@ def mix32(x: Tensor) -> Tensor:
     """MurmurHash3's 32-bit finaliser, elementwise on int32."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         x = x.clone(memory_format=torch.contiguous_format)
-        _compiled().mix32_(unsigned(x))
+        _compiled().mix32_(_unsigned(x))
         return x
     # the masks turn int32's arithmetic shifts into logical ones; in place, because this runs once per score
     x = (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x).mul_(_MUL_1)
@@ -76,7 +76,7 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
     return hashed.bitwise_xor_(sign).ge_(dropout_threshold(p) + sign)
 
 
-def compiled_loops(x: Tensor) -> ModuleType | None:
+def _compiled_loops(x: Tensor) -> ModuleType | None:
     """``megagraph.attention.compiled`` where it takes x: fp32 and fp64 on a CPU."""
     return _compiled() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) else None
 
@@ -87,36 +87,40 @@ def _compiled() -> ModuleType:
     return compiled
 
 
-def unsigned(keys: Tensor) -> np.ndarray:
+def _unsigned(keys: Tensor) -> np.ndarray:
     """int32 [...] as the compiled loops take them, uint32 [R]."""
     return keys.flatten().numpy().view(np.uint32)
 
 
+def _kept(x: Tensor, row_key: Tensor, p: float, first_column: int = 0) -> Tensor:
+    """``keep_mask`` of x [..., N], in its dtype."""
+    columns = torch.arange(first_column, first_column + x.shape[-1], device=x.device)
+    return keep_mask(row_key, columns, p).to(x.dtype)
+
+
 def drop_(p: Tensor, row_key: Tensor, dropout_p: float, first_column: int) -> None:
     """Write 0 into p [..., N], contiguous, where dropped; the columns are ``first_column`` and the next ones."""
-    loops = compiled_loops(p)
+    loops = _compiled_loops(p)
     if loops is None:
-        columns = torch.arange(first_column, first_column + p.shape[-1], device=p.device)
-        p *= keep_mask(row_key, columns, dropout_p).to(p.dtype)
+        p *= _kept(p, row_key, dropout_p, first_column)
     else:
         threshold = np.uint32(dropout_threshold(dropout_p))
-        loops.drop_(p.flatten(0, -2).numpy(), unsigned(row_key), first_column, threshold)
+        loops.drop_(p.flatten(0, -2).numpy(), _unsigned(row_key), first_column, threshold)
 
 
 def softmax_backward_(
     dp: Tensor, p: Tensor, delta: Tensor, row_key: Tensor, dropout_p: float, first_column: int
 ) -> None:
     """dp becomes ds = p * (keep * dp - delta), then p becomes keep * p; both [..., N], contiguous, delta [...]."""
-    loops = compiled_loops(p)
+    loops = _compiled_loops(p)
     if loops is None:
-        columns = torch.arange(first_column, first_column + p.shape[-1], device=p.device)
-        keep = keep_mask(row_key, columns, dropout_p).to(p.dtype)
+        keep = _kept(p, row_key, dropout_p, first_column)
         dp.mul_(keep).sub_(delta.unsqueeze(-1)).mul_(p)
         p *= keep
     else:
         rows = (x.flatten(0, -2).numpy() for x in (dp, p))
         threshold = np.uint32(dropout_threshold(dropout_p))
-        loops.softmax_backward_(*rows, delta.flatten().numpy(), unsigned(row_key), first_column, threshold)
+        loops.softmax_backward_(*rows, delta.flatten().numpy(), _unsigned(row_key), first_column, threshold)
 
 
 def hidden_dropout(
@@ -132,23 +136,24 @@ def hidden_dropout(
     """
     if key is None or p == 0.0:
         return x
-    row_ids = layout.row_ids(x.device)[: layout.num_local if packing else x.shape[1]]
-    if x.is_cuda and packing is None:
-        return _hidden_dropout(x, p, key, None if layout.world_size == 1 else row_ids)
-    row_key = row_keys(key, 1, row_ids)[:, 0]
-    return _drop_rows(x, p, row_key if packing is None else row_key.flatten()[packing.slots])
+    if packing is not None:
+        return _drop_rows(x, p, row_keys(key, 1, layout.row_ids(x.device))[:, 0].flatten()[packing.slots])
+    if x.is_cuda and layout.world_size == 1:
+        return _hidden_dropout(x, p, key, None)
+    row_ids = layout.row_ids(x.device)[: x.shape[1]]
+    return _hidden_dropout(x, p, key, row_ids) if x.is_cuda else _drop_rows(x, p, row_keys(key, 1, row_ids)[:, 0])
 
 
 @torch.library.custom_op("megagraph::drop_rows", mutates_args=())
 def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
     """x [..., d] without what row_key int32 [...] drops; its gradient is the same dropout of d_out."""
     scale = 1.0 / (1.0 - p)
-    loops = compiled_loops(x)
+    loops = _compiled_loops(x)
     if loops is None or x.numel() == 0:
-        return keep_mask(row_key, torch.arange(x.shape[-1], device=x.device), p).to(x.dtype).mul_(x).mul_(scale)
+        return _kept(x, row_key, p).mul_(x).mul_(scale)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, kept = (tensor.detach().reshape(-1, x.shape[-1]).numpy() for tensor in (x, out))
-    loops.drop(rows, unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale), kept)
+    loops.drop(rows, _unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale), kept)
     return out
 
 

@@ -91,8 +91,9 @@ class BiasedRingAttention(nn.Module):
             dropout_key: int32 [B], see :func:`megagraph.dropout_keys`; ``None`` in training draws one from the default
                 generator, on one rank. Not used in evaluation.
             num_queries: compute the first M local rows only; ``attn_bias`` then has M rows.
-            packing: x and the result are packed rows [T, E] of whole sequences on one rank.
+            packing: x and the result are packed rows [T, E] of whole sequences on one rank; without ``num_queries``.
         """
+        batch, rows = x.shape[:2] if packing is None else packing.padding.shape
         world_size = 1 if self.mesh is None else self.mesh.size()
         if layout is None:
             if world_size > 1:
@@ -100,7 +101,7 @@ class BiasedRingAttention(nn.Module):
                     f"layout is needed on a mesh of {world_size} ranks; "
                     "pass NodeLayout(num_nodes, num_super, mesh.get_local_rank(), mesh.size())"
                 )
-            layout = NodeLayout(x.shape[1], 0)
+            layout = NodeLayout(rows, 0)
         split, join = (self._split, self._join) if packing is None else (packing.split_heads, packing.join_heads)
         dropout_p = self.dropout if self.training else 0.0
         if dropout_p > 0.0 and dropout_key is None:
@@ -109,7 +110,7 @@ class BiasedRingAttention(nn.Module):
                     f"dropout_key is needed in training on a mesh of {world_size} ranks, which must drop alike; "
                     "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
                 )
-            dropout_key = torch.randint(-(2**31), 2**31, (x.shape[0],), dtype=torch.int32, device=x.device)
+            dropout_key = torch.randint(-(2**31), 2**31, (batch,), dtype=torch.int32, device=x.device)
         out = ring_attention(
             split(self.q_proj(x if num_queries is None else x[:, :num_queries]), self.num_heads),
             split(self.k_proj(x), self.num_heads),
