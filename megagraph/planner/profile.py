@@ -426,9 +426,11 @@ def observe_process(point: Point, device: torch.device) -> dict[str, Any]:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        _train(point, device)
-        done.set()
-        watcher.join()
+        try:
+            _train(point, device)
+        finally:  # or the process would never end
+            done.set()
+            watcher.join()
         grown = max(sizes) - sizes[0]
     return point.fields() | {
         "kind": "process", "layers": point.config.layers, "targets": point.targets, "process_bytes": grown,
