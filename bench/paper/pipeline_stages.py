@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -93,7 +94,7 @@ def run_stage(config: TrainConfig, plan: Plan) -> dict[str, Any]:
     device = torch.device("cpu")
     graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=602, average_degree=10, seed=0)
     builder = batches(config, graph)
-    resident = resident_bytes()
+    resident = psutil.Process().memory_info().rss
     mesh = make_mesh(plan, device)
     torch.manual_seed(0)
     model_config = config.model_config(in_features=602, num_classes=8, bias_size=builder.structure.size)
@@ -130,11 +131,6 @@ def run_stage(config: TrainConfig, plan: Plan) -> dict[str, Any]:
         "state_bytes": sum(x.nbytes for x in moments) + 2 * sum(p.nbytes for p in pipeline.parameters()),
         "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident,
     }
-
-
-def resident_bytes() -> int:
-    fields = Path("/proc/self/status").read_text().split("VmRSS:")[1].split()
-    return int(fields[0]) * 1024
 
 
 def _worker(rank: int, folder: str, split: str, schedule: str) -> None:
