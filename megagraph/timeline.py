@@ -95,10 +95,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _named(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a trace that are spans; where there is a GPU, the host's say when work was asked for, the GPU's
-    when it was done.
-    """
+    """The events of a trace that are spans."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    # where there is a GPU, the host's spans say when work was asked for, the GPU's when it was done
     on_gpu = {event["name"] for event in events if event.get("cat") == "gpu_user_annotation"}
     named = []
     for event in events:
