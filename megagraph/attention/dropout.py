@@ -9,6 +9,7 @@ they run in int32, whose products and sums wrap to the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.packing import Packing
+from megagraph.attention.threads import in_threads
 
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads neighbouring columns over all bits
 _MUL_1 = 0x85EBCA6B - (1 << 32)
 _MUL_2 = 0xC2B2AE35 - (1 << 32)
+_NUMBERS_PER_THREAD = 1 << 16
 
 
 def dropout_threshold(p: float) -> int:
@@ -87,6 +90,11 @@ def _compiled() -> ModuleType:
     return compiled
 
 
+def _in_threads(run: Callable[[int, int, int], None], rows: np.ndarray) -> None:
+    """run(_, first, last) for parts of rows [R, N]."""
+    in_threads(run, np.full(len(rows), rows.shape[1]), _NUMBERS_PER_THREAD)
+
+
 def _unsigned(keys: Tensor) -> np.ndarray:
     """int32 [...] as the compiled loops take them, uint32 [R]."""
     return keys.flatten().numpy().view(np.uint32)
@@ -104,8 +112,12 @@ def drop_(p: Tensor, row_key: Tensor, dropout_p: float, first_column: int) -> No
     if loops is None:
         p *= _kept(p, row_key, dropout_p, first_column)
     else:
-        threshold = np.uint32(dropout_threshold(dropout_p))
-        loops.drop_(p.flatten(0, -2).numpy(), _unsigned(row_key), first_column, threshold)
+        rows, keys, threshold = p.flatten(0, -2).numpy(), _unsigned(row_key), np.uint32(dropout_threshold(dropout_p))
+
+        def run(_: int, first: int, last: int) -> None:
+            loops.drop_(rows[first:last], keys[first:last], first_column, threshold)
+
+        _in_threads(run, rows)
 
 
 def softmax_backward_(
@@ -118,9 +130,13 @@ def softmax_backward_(
         dp.mul_(keep).sub_(delta.unsqueeze(-1)).mul_(p)
         p *= keep
     else:
-        rows = (x.flatten(0, -2).numpy() for x in (dp, p))
         threshold = np.uint32(dropout_threshold(dropout_p))
-        loops.softmax_backward_(*rows, delta.flatten().numpy(), _unsigned(row_key), first_column, threshold)
+        of_rows = (*(x.flatten(0, -2).numpy() for x in (dp, p)), delta.flatten().numpy(), _unsigned(row_key))
+
+        def run(_: int, first: int, last: int) -> None:
+            loops.softmax_backward_(*(x[first:last] for x in of_rows), first_column, threshold)
+
+        _in_threads(run, of_rows[0])
 
 
 def hidden_dropout(
@@ -153,7 +169,12 @@ def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
         return _kept(x, row_key, p).mul_(x).mul_(scale)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, kept = (tensor.detach().reshape(-1, x.shape[-1]).numpy() for tensor in (x, out))
-    loops.drop(rows, _unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale), kept)
+    keys, threshold, factor = _unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale)
+
+    def run(_: int, first: int, last: int) -> None:
+        loops.drop(rows[first:last], keys[first:last], threshold, factor, kept[first:last])
+
+    _in_threads(run, rows)
     return out
 
 

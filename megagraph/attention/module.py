@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.operator import Impl
+from megagraph.attention.operator import Impl, as_bias
+from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
 from megagraph.attention.ring import Comm, check_comm, ring_attention
 
@@ -91,7 +92,8 @@ class BiasedRingAttention(nn.Module):
             dropout_key: int32 [B], see :func:`megagraph.dropout_keys`; ``None`` in training draws one from the default
                 generator, on one rank. Not used in evaluation.
             num_queries: compute the first M local rows only; ``attn_bias`` then has M rows.
-            packing: x and the result are packed rows [T, E] of whole sequences on one rank; without ``num_queries``.
+            packing: x is packed rows [T, E] of whole sequences on one rank, in float32 on a CPU; so is the result, or
+                [B, M, E] with ``num_queries``.
         """
         batch, rows = x.shape[:2] if packing is None else packing.padding.shape
         world_size = 1 if self.mesh is None else self.mesh.size()
@@ -102,7 +104,6 @@ class BiasedRingAttention(nn.Module):
                     "pass NodeLayout(num_nodes, num_super, mesh.get_local_rank(), mesh.size())"
                 )
             layout = NodeLayout(rows, 0)
-        split, join = (self._split, self._join) if packing is None else (packing.split_heads, packing.join_heads)
         dropout_p = self.dropout if self.training else 0.0
         if dropout_p > 0.0 and dropout_key is None:
             if world_size > 1:
@@ -111,10 +112,17 @@ class BiasedRingAttention(nn.Module):
                     "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
                 )
             dropout_key = torch.randint(-(2**31), 2**31, (batch,), dtype=torch.int32, device=x.device)
+        if packing is not None:
+            first = x if num_queries is None else packing.first_rows(x, num_queries)
+            q, k, v = self.q_proj(first), self.k_proj(x), self.v_proj(x)
+            bias = as_bias(attn_bias)
+            return self.out_proj(
+                packed_attention(q, k, v, bias, packing, self.num_heads, dropout_p=dropout_p, dropout_key=dropout_key)
+            )
         out = ring_attention(
-            split(self.q_proj(x if num_queries is None else x[:, :num_queries]), self.num_heads),
-            split(self.k_proj(x), self.num_heads),
-            split(self.v_proj(x), self.num_heads),
+            self._split(self.q_proj(x if num_queries is None else x[:, :num_queries])),
+            self._split(self.k_proj(x)),
+            self._split(self.v_proj(x)),
             attn_bias,
             layout=layout,
             mesh=self.mesh,
@@ -124,12 +132,11 @@ class BiasedRingAttention(nn.Module):
             dropout_key=dropout_key,
             impl=self.impl,
         )
-        return self.out_proj(join(out))
+        return self.out_proj(self._join(out))
 
-    @staticmethod
-    def _split(x: Tensor, heads: int) -> Tensor:
+    def _split(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, H, S, D]."""
-        return x.unflatten(2, (heads, -1)).transpose(1, 2)
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
 
     @staticmethod
     def _join(x: Tensor) -> Tensor:

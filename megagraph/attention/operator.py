@@ -19,8 +19,9 @@ from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias,
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 
-Impl = Literal["triton", "triton_short", "triton_long", "blocked", "reference"]
+Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
 MAX_HEAD_DIM = 256
+SHORT, NARROW = 256, 16  # most rows and keys, widest heads that ``"blocked"`` gives to its short path
 
 
 @overload
@@ -67,10 +68,10 @@ def biased_attention(
         dropout_key: int32 [B], one key per sequence (``dropout_keys``); required when ``dropout_p`` > 0. The mask is a
             function of key, head, row and column only.
         return_lse: also return lse [B, H, M], natural log, fp32 (fp64 for fp64 inputs), -inf for an empty row.
-        impl: ``"triton"`` (CUDA, or the CPU under TRITON_INTERPRET=1), ``"blocked"`` (torch operations on tiles) or
-            ``"reference"`` (eager); ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. Short sequences
-            with narrow heads take kernels of their own; ``"triton_short"`` and ``"triton_long"`` ask for one of the
-            two paths. What you ask for runs, or raises.
+        impl: ``"triton"`` (CUDA, or the CPU under TRITON_INTERPRET=1), ``"blocked"`` (CPU) or ``"reference"`` (eager);
+            ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. Short sequences with narrow heads take
+            kernels of their own; ``"triton_short"`` and ``"triton_long"``, ``"blocked_short"`` and ``"blocked_long"``
+            ask for one of the two paths. What you ask for runs, or raises.
 
     Returns:
         out [B, H, M, D] in q's dtype; a row that can attend to nothing is 0 with zero gradients.
@@ -263,7 +264,12 @@ def _attention(
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
-    _run_step(step, impl, q, k, v, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
+    if _is_short(impl, step, q, k):
+        from megagraph.attention import short
+
+        short.attention(step, q, k, v, short.whole_rows(step, q, k), out=out, lse=lse)
+    else:
+        _run_step(step, impl, q, k, v, first=True, last=True, m=None, l=None, acc=None, out=out, lse=lse)
     return out, lse
 
 
@@ -304,17 +310,25 @@ def _attention_backward(
     learned_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    written = impl.startswith("triton") and q.numel() > 0 and k.shape[2] > 0
-    # the kernels write each gradient once, in its own dtype; the torch implementation adds tile by tile
+    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
+    is_short = _is_short(impl, step, q, k)
+    # these write each gradient once, in its own dtype; blocked adds tile by tile
+    kernels = impl.startswith("triton") and q.numel() > 0 and k.shape[2] > 0
+    written = kernels or (is_short and key_padding_mask is None)
     dq, dk, dv = (torch.empty_like(x) if written else torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     d_learned = None
     if learned_grad and learned is not None:
         d_learned = learned_gradient(form, q, learned)
-    if k.shape[2]:
-        step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
-        gradients = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
+    gradients: dict[str, Any] = {"d_out": d_out, "dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
+    if is_short:
+        from megagraph.attention import short
+
+        if form == "dense" and d_learned is not None and key_padding_mask is not None:
+            d_learned.zero_()
+        short.attention_backward(step, q, k, v, short.whole_rows(step, q, k), d_lse=d_lse, **gradients)
+    elif k.shape[2]:
         delta = row_delta(d_out, out, d_lse, impl)
-        _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **gradients, accumulate=False)
+        _run_step_backward(step, impl, q, k, v, lse=lse, delta=delta, **gradients, accumulate=False)
     d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_learned
 
@@ -341,6 +355,36 @@ def _backward(ctx, d_out, d_lse):
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _is_short(impl: str, step: Step, q: Tensor, k: Tensor) -> bool:
+    """Whether a CPU goes row by row (``short``): asked for, or by shape."""
+    if q.numel() == 0 or k.numel() == 0:
+        return False
+    if impl == "blocked_short":
+        return True
+    small = is_short_shape(q.dtype, max(q.shape[2], k.shape[2]), q.shape[3])
+    if impl != "blocked" or step.row_ids is not None or not small:
+        return False
+    return not _not_short(q, step.learned if step.form == "dense" else None)
+
+
+def is_short_shape(dtype: torch.dtype, num_nodes: int, head_dim: int) -> bool:
+    """Whether ``"blocked"`` takes its short path for whole sequences of so many nodes."""
+    return dtype == torch.float32 and num_nodes <= SHORT and head_dim <= NARROW
+
+
+def _not_short(q: Tensor, dense: Tensor | None) -> list[str]:
+    """Why ``blocked_short`` cannot run these inputs."""
+    reasons = []
+    if q.device.type != "cpu" or q.dtype != torch.float32:
+        reasons.append(f"it takes torch.float32 on a CPU, got {q.dtype} on {q.device}; use impl='blocked'")
+    if dense is not None and (dense.shape[:2] != q.shape[:2] or dense.dtype != q.dtype):
+        reasons.append(
+            f"a dense bias must have a plane per head in the dtype of q, got {tuple(dense.shape)} in {dense.dtype}; "
+            "use impl='blocked'"
+        )
+    return reasons
 
 
 def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor, impl: str) -> Tensor:
@@ -396,8 +440,11 @@ def choose_impl(impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, r
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
-    if impl == "triton_short" and ring:
-        reasons.append("it needs all keys on one rank, not in a ring; use impl='triton'")
+    if impl.endswith("_short") and ring:
+        long = impl.removesuffix("_short")
+        reasons.append(f"it needs all keys on one rank, not in a ring; use impl={long!r}")
+    elif impl == "blocked_short":
+        reasons += _not_short(q, bias.values if isinstance(bias, DenseBias) else None)
     elif impl == "triton_short" and importlib.util.find_spec("triton") is not None:
         from megagraph.kernels.tiles import NARROW, SHORT
 

@@ -1,19 +1,44 @@
 """Rows of padding left out: hidden states [B, S, E] as [T, E], the T rows that are nodes, one after the other.
 
-What treats every row by itself does not notice; attention gets whole sequences again.
+What treats every row by itself does not notice; attention finds the rows of a sequence by where they start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+class Rows(NamedTuple):
+    """Which rows the sequences have: those of sequence b are ``start[b]`` to ``start[b + 1]`` of the lists."""
+
+    start: np.ndarray  # int64 [B + 1]
+    slot: np.ndarray  # int64 [R], place in the sequence: row or column of the bias and of dropout
+    at: np.ndarray  # int64 [R], place in the tensor
+
+    @classmethod
+    def whole(cls, batch: int, length: int) -> Rows:
+        slot = np.tile(np.arange(length), batch)
+        return cls(np.arange(batch + 1) * length, slot, slot)
+
+    @classmethod
+    def unpadded(cls, padding: Tensor) -> Rows:
+        """Those that are not padding, bool [B, N]."""
+        kept = ~padding.numpy()
+        slot = np.nonzero(kept)[1]
+        return cls(np.concatenate([[0], kept.sum(axis=1).cumsum()]), slot, slot)
+
+    def packed(self) -> Rows:
+        """The same rows, one after the other."""
+        return self._replace(at=np.arange(len(self.slot)))
+
+
 class Packing:
-    """Where the T rows stand in B sequences of S slots.
+    """Where the T rows stand in B sequences of S slots, on a CPU.
 
     Args:
         padding: bool [B, S], not True everywhere.
@@ -22,68 +47,51 @@ class Packing:
     def __init__(self, padding: Tensor) -> None:
         self.padding = padding
         self.slots = torch.nonzero(~padding.flatten()).squeeze(1)  # int64 [T], b * S + s
-        self._made: dict[int | None, _Maps] = {}
+        self.rows = Rows.unpadded(padding).packed()
+        # in a slot of padding some row, which nothing reads
+        self._row_of = ((~padding).flatten().cumsum(0) - 1).clamp_(min=0).view(padding.shape)
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [T, E]."""
-        return _Move.apply(x, self._maps(None), _Maps.join, _Maps.split)
+        return _Pack.apply(x, self.slots)
 
     def unpack(self, x: Tensor) -> Tensor:
         """[T, E] -> [B, S, E], 0 in slots of padding."""
-        return _Move.apply(x, self._maps(None), _Maps.split, _Maps.join)
+        return _Unpack.apply(x, self.slots, self.padding.shape)
 
-    def split_heads(self, x: Tensor, heads: int) -> Tensor:
-        """[T, H * D] -> [B, H, S, D], 0 in slots of padding."""
-        return _Move.apply(x, self._maps(heads), _Maps.split, _Maps.join)
-
-    def join_heads(self, x: Tensor) -> Tensor:
-        """[B, H, S, D] -> [T, H * D]."""
-        return _Move.apply(x, self._maps(x.shape[1]), _Maps.join, _Maps.split)
-
-    def _maps(self, heads: int | None) -> _Maps:
-        if heads not in self._made:
-            self._made[heads] = _Maps(self.padding, self.slots, heads)
-        return self._made[heads]
+    def first_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        """The first slots of every sequence, [T, E] -> [B, M, E]; in one of padding stands any row."""
+        return torch.nn.functional.embedding(self._row_of[:, :num_rows], x)
 
 
-class _Maps:
-    """For rows of single heads: the row of every slot [B, H, S], and the slot of every row [T, H]."""
-
-    def __init__(self, padding: Tensor, slots: Tensor, heads: int | None) -> None:
-        B, S = padding.shape
-        self.shape = (B, S) if heads is None else (B, heads, S)
-        head = torch.arange(heads or 1, device=padding.device)
-        # in a slot of padding any row, which is overwritten
-        row = ((~padding).flatten().cumsum(0) - 1).clamp_(min=0).view(B, 1, S)
-        self.rows = (row * len(head) + head[:, None]).flatten()
-        b, s = slots[:, None] // S, slots[:, None] % S
-        self.slots = ((b * len(head) + head) * S + s).flatten()
-        self.empty = torch.nonzero(padding[:, None].expand(B, len(head), S).flatten()).squeeze(1)
-        self.num_rows = len(slots)
-
-    def split(self, x: Tensor) -> Tensor:
-        """[T, H * D] -> [B, H, S, D]."""
-        single = x.reshape(len(self.slots), -1)
-        # not a view of what is selected: a pipeline's stages detach their results in place
-        out = x.new_empty(*self.shape, single.shape[1])
-        torch.index_select(single, 0, self.rows, out=out.view(-1, single.shape[1])).index_fill_(0, self.empty, 0)
-        return out
-
-    def join(self, x: Tensor) -> Tensor:
-        """[B, H, S, D] -> [T, H * D]."""
-        single = x.reshape(len(self.rows), -1)
-        return single.index_select(0, self.slots).view(self.num_rows, -1)
-
-
-class _Move(torch.autograd.Function):
-    """One way; a gradient goes the other way, as every row stands in one slot."""
+class _Pack(torch.autograd.Function):
+    """A gradient goes the other way, as every row stands in one slot."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, maps: _Maps, there: Callable, back: Callable):
-        ctx.maps, ctx.back = maps, back
-        return there(maps, x)
+    def forward(ctx, x: Tensor, slots: Tensor):
+        ctx.slots, ctx.shape = slots, x.shape[:2]
+        return x.flatten(0, 1).index_select(0, slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        return ctx.back(ctx.maps, d_out), None, None, None
+        return _spread(d_out, ctx.slots, ctx.shape), None
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, slots: Tensor, shape: torch.Size):
+        ctx.slots = slots
+        return _spread(x, slots, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        return d_out.flatten(0, 1).index_select(0, ctx.slots), None, None
+
+
+def _spread(x: Tensor, slots: Tensor, shape: torch.Size) -> Tensor:
+    """[T, E] -> [B, S, E]."""
+    out = x.new_zeros(*shape, x.shape[-1])
+    out.view(-1, x.shape[-1]).index_copy_(0, slots, x)
+    return out

@@ -65,7 +65,7 @@ class GraphTransformerLayer(nn.Module):
             layout: which nodes the rows are.
             dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
             num_queries: compute only the first M rows.
-            packing: x and the result are packed rows [T, d] of whole sequences on one rank.
+            packing: x is packed rows [T, d] of whole sequences on one rank; so is the result, but with ``num_queries``.
 
         Returns:
             [B, M, d], M = S unless ``num_queries`` says less.
@@ -102,7 +102,8 @@ class GraphTransformerLayer(nn.Module):
             num_queries=num_queries,
             packing=packing,
         )
-        x = x if num_queries is None else x[:, rows]
+        if num_queries is not None:
+            x, packing = x[:, rows] if packing is None else packing.first_rows(x, num_queries), None
         x = x + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], layout, packing)
         h = self.ffn(self.ffn_norm(x))
         return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], layout, packing)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.dropout import hidden_dropout, mix_key
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.operator import is_short_shape
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.layers import GraphTransformerLayer
@@ -139,19 +140,26 @@ class GraphTransformer(nn.Module):
         dropout_key: Tensor | None,
     ) -> Tensor:
         """The layers that are here, [B, S, d] -> [B, S, d]; the model's last layer gives its first T rows only."""
-        packing = _worth_packing(x, key_padding_mask, layout)
-        if packing is not None:
-            x, structure = packing.pack(x), structure.contiguous()  # one copy, or every layer makes its own
+        packing = self._worth_packing(x, key_padding_mask, layout)
+        x = x if packing is None else packing.pack(x)
         for index, layer in self.layers.items():
             rows = num_targets if int(index) == self.config.layers - 1 else None
-            if packing is not None and rows is not None:
-                x, packing = packing.unpack(x), None
             x = layer(x, structure, key_padding_mask, layout, self._key(dropout_key), rows, packing)
-        return x if packing is None else packing.unpack(x)
+        return x if packing is None or x.ndim == 3 else packing.unpack(x)
 
     def read_out(self, x: Tensor) -> Tensor:
         """Class scores [B, T, num_classes]."""
         return self.head(self.final_norm(x))
+
+    def _worth_packing(self, x: Tensor, key_padding_mask: Tensor, layout: NodeLayout) -> Packing | None:
+        """On a GPU shapes that depend on the data would make it wait."""
+        if x.device.type != "cpu" or layout.world_size > 1 or torch.compiler.is_compiling():
+            return None
+        head_dim = self.config.dim // self.config.heads
+        if not is_short_shape(x.dtype, key_padding_mask.shape[1], head_dim) or torch.is_autocast_enabled("cpu"):
+            return None
+        share = key_padding_mask.double().mean().item()
+        return Packing(key_padding_mask) if _PACKED_FROM <= share < 1 else None
 
     def _key(self, dropout_key: Tensor | None) -> Tensor | None:
         if not self.training:
@@ -159,14 +167,6 @@ class GraphTransformer(nn.Module):
         if dropout_key is None:
             raise ValueError("dropout_key is needed in training; make one with megagraph.dropout_keys(seed, step, ids)")
         return dropout_key
-
-
-def _worth_packing(x: Tensor, key_padding_mask: Tensor, layout: NodeLayout) -> Packing | None:
-    """On a GPU shapes that depend on the data would make it wait."""
-    if x.device.type != "cpu" or layout.world_size > 1 or torch.compiler.is_compiling():
-        return None
-    share = key_padding_mask.double().mean().item()
-    return Packing(key_padding_mask) if _PACKED_FROM <= share < 1 else None
 
 
 def _mostly_zeros(features: Tensor) -> bool:

@@ -108,6 +108,8 @@ def test_opcheck(form):
     arguments = (q, k, v, data, *(learned or [None]), mask, problem.padding, problem.dropout_key, rows, form, 0.5, 0.3)
     for impl in IMPLS:
         torch.library.opcheck(_attention, (*arguments, impl))
+    if DEVICE == "cpu":
+        torch.library.opcheck(_attention, (*arguments[:8], None, *arguments[9:], "blocked_short"))
 
 
 @pytest.mark.parametrize(("form", "impl"), list(zip(FORMS, (*IMPLS, *IMPLS), strict=True)))
@@ -334,7 +336,8 @@ BAD_INPUTS = {
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
     "impl": (
         lambda: bad(impl="cudnn"),
-        "impl must be 'triton', 'triton_short', 'triton_long', 'blocked', 'reference' or None, got 'cudnn'",
+        "impl must be 'triton', 'triton_short', 'triton_long', 'blocked', 'blocked_short', 'blocked_long', 'reference' "
+        "or None, got 'cudnn'",
     ),
 }
 

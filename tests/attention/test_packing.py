@@ -1,34 +1,69 @@
-"""Rows without padding: there and back, values and gradients."""
+"""Rows without padding: there and back, and attention among them, values and gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+import megagraph as mg
+from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.packing import Packing
 
 PADDING = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 1, 0, 0]], dtype=torch.bool)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_there_and_back(heads):
+def test_there_and_back():
     packing = Packing(PADDING)
-    x = torch.randn(4, 5, heads, 2, dtype=torch.float64)
-    rows = x[~PADDING].flatten(1)
-    split = packing.split_heads(rows, heads)
-    assert split.is_contiguous()
-    assert torch.equal(split, x.masked_fill(PADDING[:, :, None, None], 0).transpose(1, 2))
-    # what stands in slots of padding is not read
-    assert torch.equal(packing.join_heads(x.transpose(1, 2)), rows)
+    x = torch.randn(4, 5, 6)
+    rows = packing.pack(x)
+    assert torch.equal(rows, x[~PADDING])
+    assert torch.equal(packing.unpack(rows), x.masked_fill(PADDING[..., None], 0))
+    first = packing.first_rows(rows, 2)
+    assert torch.equal(first[~PADDING[:, :2]], x[:, :2][~PADDING[:, :2]]) and first.isfinite().all()
 
 
 def test_gradients():
     packing = Packing(PADDING)
     for move, shape in (
-        (lambda x: packing.split_heads(x, 3), (10, 6)),
-        (packing.join_heads, (4, 3, 5, 2)),
         (packing.pack, (4, 5, 6)),
         (packing.unpack, (10, 6)),
+        (lambda x: packing.first_rows(x, 3), (10, 6)),
     ):
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(move, x)
+
+
+@pytest.mark.parametrize("num_queries", [None, 1, 3])
+@pytest.mark.parametrize("form", ["none", "bucket", "projected"])
+def test_attention_is_that_with_padding(form, num_queries):
+    torch.manual_seed(0)
+    attention = BiasedRingAttention(24, 3, dropout=0.3)
+    rows, key = slice(num_queries), mg.dropout_keys(0, 0, torch.arange(4))
+    visible = ~PADDING[:, rows, None]
+    learned = {"bucket": torch.randn(3, 7), "projected": torch.randn(3, 2)}.get(form)
+    index, channels = torch.randint(7, (4, 5, 5), dtype=torch.uint8)[:, rows], torch.randn(4, 2, 5, 5)[:, :, rows]
+    x, d_out = torch.randn(4, 5, 24), torch.randn(4, 5, 24)[:, rows] * visible
+
+    def results(packing):
+        inputs = [x.clone().requires_grad_(), *attention.parameters()]
+        bias = None
+        if learned is not None:
+            inputs.append(learned.clone().requires_grad_())
+            bias = mg.BucketBias(index, inputs[-1]) if form == "bucket" else mg.ProjectedBias(channels, inputs[-1])
+        options = {"dropout_key": key, "num_queries": num_queries}
+        if packing is None:
+            out = attention(inputs[0], bias, key_padding_mask=PADDING, **options)
+        else:
+            out = attention(packing.pack(inputs[0]), bias, packing=packing, **options)
+            out = packing.unpack(out) if num_queries is None else out
+        d_x, *gradients = torch.autograd.grad(out, inputs, d_out)
+        return out * visible, d_x.masked_fill(PADDING[..., None], 0), *gradients
+
+    for got, want in zip(results(Packing(PADDING)), results(None), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_bias_of_other_rows_is_refused():
+    attention = BiasedRingAttention(24, 3)
+    with pytest.raises(ValueError, match=r"bias must have shape .* \[4 or 1, 3 or 1, 5, 5\], got \[4, 3, 2, 5\]"):
+        attention(torch.randn(10, 24), torch.zeros(4, 3, 2, 5), packing=Packing(PADDING))

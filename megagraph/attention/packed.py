@@ -1,0 +1,96 @@
+"""Attention of packed rows: whole sequences on a CPU whose padding is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megagraph.attention.bias import Bias
+from megagraph.attention.operator import check_inputs, make_step
+from megagraph.attention.packing import Packing, Rows
+from megagraph.attention.step import Step
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    packing: Packing,
+    num_heads: int,
+    *,
+    dropout_p: float = 0.0,
+    dropout_key: Tensor | None = None,
+) -> Tensor:
+    """``biased_attention`` within every sequence, by its short path.
+
+    Args:
+        q: [T, E], or [B, M, E] of the first M slots of every sequence; float32.
+        k, v: [T, E] in q's dtype.
+        bias: of shape [B or 1, H, M, S], M = S for packed queries.
+        dropout_p, dropout_key: as for ``biased_attention``.
+
+    Returns:
+        out, shaped as q.
+
+    Raises:
+        ValueError: shape, dtype or value of an argument.
+    """
+    batch, length = packing.padding.shape
+    num_queries = length if q.ndim == 2 else q.shape[1]
+    # what the tensors would be with their padding
+    q_whole, k_whole = (
+        q.new_empty(()).expand(batch, num_heads, n, q.shape[-1] // num_heads) for n in (num_queries, length)
+    )
+    check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, dropout_p, dropout_key)
+    step = make_step(q_whole, bias, None, None, dropout_p, dropout_key)
+    queries = packing.rows if q.ndim == 2 else Rows.whole(batch, num_queries).packed()
+    rows = (queries, packing.rows)
+    return _PackedAttention.apply(q.flatten(0, -2), k, v, step.learned, step, rows, num_heads).view(q.shape)
+
+
+class _PackedAttention(torch.autograd.Function):
+    """Packed rows [R, E] of q, k and v."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        learned: Tensor | None,
+        step: Step,
+        rows: tuple[Rows, Rows],
+        num_heads: int,
+    ):
+        from megagraph.attention import short  # Numba takes a second to import
+
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        q_h, k_h, v_h, out_h = _heads(num_heads, q, k, v, out)
+        short.attention(step, q_h, k_h, v_h, rows, out=out_h, lse=None)
+        ctx.save_for_backward(q, k, v, learned)
+        ctx.step, ctx.rows, ctx.num_heads = replace(step, learned=None), rows, num_heads
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out: Tensor):
+        from megagraph.attention import short
+
+        q, k, v, learned = ctx.saved_tensors
+        gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        d_learned = torch.zeros_like(learned) if ctx.needs_input_grad[3] else None
+        q, k, v, d_out, dq, dk, dv = _heads(ctx.num_heads, q, k, v, d_out, *gradients)
+        short.attention_backward(
+            replace(ctx.step, learned=learned), q, k, v, ctx.rows, d_out=d_out, d_lse=None, dq=dq, dk=dk,
+            dv=dv, d_learned=d_learned,
+        )  # fmt: skip
+        return *gradients, d_learned, None, None, None
+
+
+def _heads(num_heads: int, *tensors: Tensor) -> list[Tensor]:
+    """[R, H * D] -> [1, H, R, D], the same memory."""
+    return [x.unflatten(1, (num_heads, -1)).transpose(0, 1).unsqueeze(0) for x in tensors]

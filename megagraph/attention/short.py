@@ -1,0 +1,590 @@
+"""Short sequences on a CPU: one row of scores at a time, eight heads side by side, with nothing written in between.
+
+Where sequences are short and heads narrow, torch operations on tiles spend their time on passes over the scores and on
+products too small to be fast. Here a group of eight heads of one sequence is copied so that a vector holds the same
+number of all eight (``lanes``). Then nothing crosses lanes: the bias is one load (a row of the table), or C
+multiply-adds; a softmax runs down the row; and the gradient of a table has no two lanes that add to one entry.
+
+The numbers are those of the other implementations: the same dropout, bit for bit, and lse. float32 only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from megagraph.attention.bias import MASKED_BUCKET
+from megagraph.attention.dropout import dropout_threshold
+from megagraph.attention.lanes import (
+    LANES,
+    exp,
+    finite,
+    keep_from,
+    load,
+    maximum,
+    multiply_add,
+    not_zero,
+    splat,
+    store,
+    transposed,
+)
+from megagraph.attention.packing import Rows
+from megagraph.attention.step import Step
+from megagraph.attention.threads import CHUNKS, in_threads
+
+_GOLDEN, _MUL_1, _MUL_2 = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+_16, _13 = np.uint32(16), np.uint32(13)
+_ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+_UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before
+_FORMS = {"none": 0, "bucket": 1, "projected": 2, "dense": 3}
+_BUCKET, _PROJECTED, _DENSE = 1, 2, 3
+_SCORES_PER_THREAD = 1 << 15
+_ROWS_IN_A_SUM = 32
+
+
+class _Plane(NamedTuple):
+    """A tensor [B, H, R, width], the width's numbers side by side, as its memory and the steps of its axes."""
+
+    memory: np.ndarray
+    b_step: int
+    h_step: int
+    r_step: int
+
+
+class _Bias(NamedTuple):
+    """What makes the bias of a row; what another form needs is empty."""
+
+    buckets: np.ndarray  # uint8, the memory of [B, M, N]
+    channels: np.ndarray  # float32, the memory of [B, C, M, N]
+    learned: np.ndarray  # float32 [G, 256 or C, 8], flat: table or weight of a group's heads
+    dense: np.ndarray  # float32, the memory of [B, H, M, N]
+    mask: np.ndarray  # bool, the memory of [B, M, N], True = masked
+    at: _Steps
+
+
+class _Steps(NamedTuple):
+    """Where in these arrays, and how many channels."""
+
+    form: int
+    b: int
+    c: int
+    m: int
+    num_channels: int
+    group: int  # of ``learned``
+    dense_b: int
+    dense_h: int
+    dense_m: int
+    mask_b: int
+    mask_m: int
+
+
+class _Dropout(NamedTuple):
+    keys: np.ndarray  # uint32 [B], or none
+    threshold: np.uint32
+    scale: np.float32  # 1 / (1 - p)
+
+
+@njit(cache=True)
+def _mix32(h):
+    h = (h ^ (h >> splat(_16))) * splat(_MUL_1)
+    h = (h ^ (h >> splat(_13))) * splat(_MUL_2)
+    return h ^ (h >> splat(_16))
+
+
+@njit(cache=True)
+def _gather(x, at, h_step, heads, width, out, out_at):
+    """Rows of several heads, x [heads, width], into out [width, 8]."""
+    done = 0
+    if heads == LANES:
+        while done + LANES <= width:
+            transposed(x, at + done, h_step, out, out_at + LANES * done, LANES)
+            done += LANES
+    for i in range(done, width):
+        for head in range(heads):
+            out[out_at + LANES * i + head] = x[at + head * h_step + i]
+
+
+@njit(cache=True)
+def _scatter(x, x_at, heads, width, out, at, h_step):
+    """Back: x [width, 8] into rows of several heads, out [heads, width]."""
+    done = 0
+    if heads == LANES:
+        while done + LANES <= width:
+            transposed(x, x_at + LANES * done, LANES, out, at + done, h_step)
+            done += LANES
+    for i in range(done, width):
+        for head in range(heads):
+            out[at + head * h_step + i] = x[x_at + LANES * i + head]
+
+
+@njit(cache=True)
+def _add_dots(a, b, n, D, out):
+    """out[j] += sum_d a[d] b[j, d], for n rounded up to a multiple of 4."""
+    row = LANES * D
+    for j in range(0, n, _UNROLLED):
+        o, at = LANES * j, row * j
+        s0, s1, s2, s3 = load(out, o), load(out, o + 8), load(out, o + 16), load(out, o + 24)
+        for d in range(0, row, LANES):
+            x = load(a, d)
+            s0 = multiply_add(x, load(b, at + d), s0)
+            s1 = multiply_add(x, load(b, at + row + d), s1)
+            s2 = multiply_add(x, load(b, at + 2 * row + d), s2)
+            s3 = multiply_add(x, load(b, at + 3 * row + d), s3)
+        store(out, o, s0)
+        store(out, o + 8, s1)
+        store(out, o + 16, s2)
+        store(out, o + 24, s3)
+
+
+@njit(cache=True)
+def _combine(w, b, n, D, factor, out):
+    """out[d] = factor sum_j w[j] b[j, d]; D is a multiple of 4."""
+    row = LANES * D
+    for d in range(0, row, LANES * _UNROLLED):
+        s0 = s1 = s2 = s3 = splat(_ZERO)
+        for j in range(n):
+            x, at = load(w, LANES * j), row * j + d
+            s0 = multiply_add(x, load(b, at), s0)
+            s1 = multiply_add(x, load(b, at + 8), s1)
+            s2 = multiply_add(x, load(b, at + 16), s2)
+            s3 = multiply_add(x, load(b, at + 24), s3)
+        store(out, d, s0 * factor)
+        store(out, d + 8, s1 * factor)
+        store(out, d + 16, s2 * factor)
+        store(out, d + 24, s3 * factor)
+
+
+@njit(cache=True)
+def _add_outer(w, a, n, D, out):
+    """out[j, d] += w[j] a[d]."""
+    row = LANES * D
+    for j in range(n):
+        x, at = load(w, LANES * j), row * j
+        for d in range(0, row, LANES):
+            store(out, at + d, multiply_add(x, load(a, d), load(out, at + d)))
+
+
+@njit(cache=True)
+def _fill(x, size, value):
+    for i in range(0, size, LANES):
+        store(x, i, splat(value))
+
+
+@njit(cache=True)
+def _scale(x, size, factor):
+    for i in range(0, size, LANES):
+        store(x, i, load(x, i) * splat(factor))
+
+
+@njit(cache=True)
+def _side_by_side(slots, first, n):
+    return n > 0 and slots[first + n - 1] - slots[first] == n - 1
+
+
+@njit(cache=True)
+def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, group, heads, slots, first, n):
+    """The bias of a row's n keys into s; -inf where masked."""
+    at, learned_at = b * steps.b + row * steps.m, group * steps.group
+    if steps.form == _BUCKET:
+        for j in range(n):
+            store(s, LANES * j, load(learned, learned_at + LANES * np.intp(buckets[at + slots[first + j]])))
+    elif steps.form == _PROJECTED:
+        for j in range(n):
+            here, sum_ = at + slots[first + j], splat(_ZERO)
+            for c in range(steps.num_channels):
+                channel = splat(channels[here + c * steps.c])
+                sum_ = multiply_add(load(learned, learned_at + LANES * c), channel, sum_)
+            store(s, LANES * j, sum_)
+    elif steps.form == _DENSE:
+        at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
+        if _side_by_side(slots, first, n):
+            _gather(dense, at + slots[first], steps.dense_h, heads, n, s, 0)
+        else:
+            for j in range(n):
+                _gather(dense, at + slots[first + j], steps.dense_h, heads, 1, s, LANES * j)
+    else:
+        _fill(s, LANES * n, _ZERO)
+    if len(mask):
+        at = b * steps.mask_b + row * steps.mask_m
+        for j in range(n):
+            if mask[at + slots[first + j]]:
+                store(s, LANES * j, splat(_MINUS_INF))
+
+
+@njit(cache=True)
+def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, group, heads, slots, first, n):
+    """Add a row's share to the table or weight of its group, or write it into the dense plane."""
+    at = b * steps.b + row * steps.m
+    if steps.form == _BUCKET:
+        for j in range(n):
+            bucket = LANES * np.intp(buckets[at + slots[first + j]])
+            store(d_table, bucket, load(d_table, bucket) + load(ds, LANES * j))
+    elif steps.form == _PROJECTED:
+        for c in range(steps.num_channels):
+            here, sum_ = at + c * steps.c, splat(_ZERO)
+            for j in range(n):
+                sum_ = multiply_add(load(ds, LANES * j), splat(channels[here + slots[first + j]]), sum_)
+            store(d_table, LANES * c, load(d_table, LANES * c) + sum_)
+    elif steps.form == _DENSE:
+        at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
+        if _side_by_side(slots, first, n):
+            _scatter(ds, 0, heads, n, d_dense, at + slots[first], steps.dense_h)
+        else:
+            for j in range(n):
+                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], steps.dense_h)
+
+
+@njit(cache=True)
+def _add(x, size, out, out_at):
+    for i in range(0, size, LANES):
+        store(out, out_at + i, load(out, out_at + i) + load(x, i))
+
+
+@njit(cache=True)
+def _exponentials(s, n):
+    """s[j] becomes exp(s[j] - max); returns the max, -inf in an empty row, and the sum."""
+    m, l = splat(_MINUS_INF), splat(_ZERO)
+    for j in range(n):
+        m = maximum(m, load(s, LANES * j))
+    pivot = finite(m)
+    for j in range(n):
+        p = exp(load(s, LANES * j) - pivot)
+        l = l + p
+        store(s, LANES * j, p)
+    return m, l
+
+
+@njit(cache=True)
+def _longest(start, first, last):
+    longest = 0
+    for b in range(first, last):
+        longest = max(longest, start[b + 1] - start[b])
+    return longest
+
+
+@njit(cache=True)
+def _padded(size):
+    """Up to a multiple of 4."""
+    return (size + _UNROLLED - 1) // _UNROLLED * _UNROLLED
+
+
+@njit(cache=True)
+def _head_keys(key, group):
+    """A sequence's key with each head of the group folded in."""
+    head = np.arange(LANES * group, LANES * (group + 1)).astype(np.uint32)
+    return _mix32(splat(key) ^ load(head, 0))
+
+
+@njit(cache=True)
+def _hash(row_key, column):
+    return _mix32(row_key ^ splat(np.uint32(np.uint32(column) * _GOLDEN)))
+
+
+@njit(cache=True, nogil=True)
+def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys, bias, dropout):
+    """Sequences first..last; maxima and sums [B, H, M], of a row's scores and their exponentials, unless empty."""
+    # arrays are taken out of their tuples once: each time counts a reference
+    q, q_b, q_h, q_r = q
+    k, k_b, k_h, k_r = k
+    v, v_b, v_h, v_r = v
+    out, out_b, out_h, out_r = out
+    maxima, maxima_b, maxima_h, maxima_r = maxima
+    sums = sums.memory
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
+    buckets, channels, learned, dense, mask, steps = bias
+    dropout_keys, threshold, dropout_scale = dropout
+    size, width = _padded(_longest(key_start, first, last)), _padded(D)
+    # zeros stay where D was rounded up, and add nothing
+    k_t, v_t = np.zeros(LANES * size * width, np.float32), np.zeros(LANES * size * width, np.float32)
+    q_t, out_t = np.zeros(LANES * width, np.float32), np.empty(LANES * width, np.float32)
+    s, state = np.zeros(LANES * size, np.float32), np.empty(2 * LANES, np.float32)
+    head_key = row_key = splat(np.uint32(0))
+    dropped = len(dropout_keys) > 0
+    for b in range(first, last):
+        at, n = key_start[b], key_start[b + 1] - key_start[b]
+        for group in range(-(-H // LANES)):
+            head = LANES * group
+            heads = min(LANES, H - head)
+            for j in range(n):
+                row = key_at[at + j]
+                place = b * k_b + head * k_h + row * k_r
+                _gather(k, place, k_h, heads, D, k_t, LANES * width * j)
+                place = b * v_b + head * v_h + row * v_r
+                _gather(v, place, v_h, heads, D, v_t, LANES * width * j)
+            if dropped:
+                head_key = _head_keys(dropout_keys[b], group)
+            for i in range(query_start[b], query_start[b + 1]):
+                row, slot = query_at[i], query_slot[i]
+                place = b * q_b + head * q_h + row * q_r
+                _gather(q, place, q_h, heads, D, q_t, 0)
+                _scale(q_t, LANES * width, scale)
+                _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
+                _add_dots(q_t, k_t, n, width, s)
+
+                m, l = _exponentials(s, n)
+                if dropped:
+                    row_key = _mix32(head_key ^ splat(np.uint32(slot)))
+                    for j in range(n):
+                        hashed = _hash(row_key, slots[at + j])
+                        store(s, LANES * j, keep_from(load(s, LANES * j), hashed, splat(threshold)))
+                _combine(s, v_t, n, width, splat(dropout_scale) / not_zero(l), out_t)
+                place = b * out_b + head * out_h + row * out_r
+                _scatter(out_t, 0, heads, D, out, place, out_h)
+                if len(maxima):
+                    store(state, 0, m)
+                    store(state, LANES, l)
+                    place = b * maxima_b + head * maxima_h + row * maxima_r
+                    _scatter(state, 0, heads, 1, maxima, place, maxima_h)
+                    _scatter(state, LANES, heads, 1, sums, place, maxima_h)
+
+
+@njit(cache=True, nogil=True)
+def _backward(
+    first, last, H, D, scale, q, k, v, d_out, d_lse, dq, dk, dv, learned_grad, d_learned, d_dense, queries, keys, bias,
+    dropout,
+):  # fmt: skip
+    """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``."""
+    # arrays are taken out of their tuples once: each time counts a reference
+    q, q_b, q_h, q_r = q
+    k, k_b, k_h, k_r = k
+    v, v_b, v_h, v_r = v
+    d_out, d_out_b, d_out_h, d_out_r = d_out
+    d_lse, d_lse_b, d_lse_h, d_lse_r = d_lse
+    dq, dq_b, dq_h, dq_r = dq
+    dk, dk_b, dk_h, dk_r = dk
+    dv, dv_b, dv_h, dv_r = dv
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
+    buckets, channels, learned, dense, mask, steps = bias
+    dropout_keys, threshold, dropout_scale = dropout
+    size, width = _padded(_longest(key_start, first, last)), _padded(D)
+    k_t, v_t = np.zeros(LANES * size * width, np.float32), np.zeros(LANES * size * width, np.float32)
+    dk_t, dv_t = np.empty(LANES * size * width, np.float32), np.empty(LANES * size * width, np.float32)
+    q_t, d_out_t = np.zeros(LANES * width, np.float32), np.zeros(LANES * width, np.float32)
+    dq_t, state = np.empty(LANES * width, np.float32), np.zeros(LANES, np.float32)
+    s, dp = np.zeros(LANES * size, np.float32), np.zeros(LANES * size, np.float32)
+    kept, d_table = np.zeros(LANES * size, np.float32), np.zeros(steps.group, np.float32)
+    head_key = row_key = splat(np.uint32(0))
+    dropped = len(dropout_keys) > 0
+    for b in range(first, last):
+        at, n = key_start[b], key_start[b + 1] - key_start[b]
+        for group in range(-(-H // LANES)):
+            head = LANES * group
+            heads = min(LANES, H - head)
+            for j in range(n):
+                row = key_at[at + j]
+                place = b * k_b + head * k_h + row * k_r
+                _gather(k, place, k_h, heads, D, k_t, LANES * width * j)
+                place = b * v_b + head * v_h + row * v_r
+                _gather(v, place, v_h, heads, D, v_t, LANES * width * j)
+            _fill(dk_t, LANES * width * n, _ZERO)
+            _fill(dv_t, LANES * width * n, _ZERO)
+            if dropped:
+                head_key = _head_keys(dropout_keys[b], group)
+            for i in range(query_start[b], query_start[b + 1]):
+                row, slot = query_at[i], query_slot[i]
+                place = b * q_b + head * q_h + row * q_r
+                _gather(q, place, q_h, heads, D, q_t, 0)
+                _scale(q_t, LANES * width, scale)
+                place = b * d_out_b + head * d_out_h + row * d_out_r
+                _gather(d_out, place, d_out_h, heads, D, d_out_t, 0)
+                _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
+                _add_dots(q_t, k_t, n, width, s)
+                _fill(dp, LANES * _padded(n), _ZERO)
+                _add_dots(d_out_t, v_t, n, width, dp)
+
+                # p is made as in the forward pass: exp(s - lse) would carry the rounding of lse
+                _, l = _exponentials(s, n)
+                inverse, delta = splat(_ONE) / not_zero(l), splat(_ZERO)
+                if len(d_lse):
+                    place = b * d_lse_b + head * d_lse_h + row * d_lse_r
+                    _gather(d_lse, place, d_lse_h, heads, 1, state, 0)
+                    delta = delta - load(state, 0)
+                if dropped:
+                    row_key = _mix32(head_key ^ splat(np.uint32(slot)))
+                for j in range(n):
+                    p, dp_j = load(s, LANES * j) * inverse, load(dp, LANES * j)
+                    store(s, LANES * j, p)
+                    if dropped:
+                        hashed = _hash(row_key, slots[at + j])
+                        p = keep_from(p, hashed, splat(threshold)) * splat(dropout_scale)
+                        dp_j = keep_from(dp_j, hashed, splat(threshold)) * splat(dropout_scale)
+                        store(dp, LANES * j, dp_j)
+                    store(kept, LANES * j, p)
+                    delta = multiply_add(load(s, LANES * j), dp_j, delta)
+                for j in range(n):
+                    store(dp, LANES * j, load(s, LANES * j) * (load(dp, LANES * j) - delta))
+
+                _add_outer(kept, d_out_t, n, width, dv_t)
+                _add_outer(dp, q_t, n, width, dk_t)
+                _combine(dp, k_t, n, width, splat(scale), dq_t)
+                place = b * dq_b + head * dq_h + row * dq_r
+                _scatter(dq_t, 0, heads, D, dq, place, dq_h)
+                if learned_grad:
+                    _add_bias_gradient(
+                        dp, steps, buckets, channels, d_table, d_dense, b, slot, group, heads, slots, at, n
+                    )
+                    # a sum of short sums loses fewer digits than one long sum
+                    if (i + 1 - query_start[b]) % _ROWS_IN_A_SUM == 0 or i + 1 == query_start[b + 1]:
+                        _add(d_table, steps.group, d_learned, group * steps.group)
+                        _fill(d_table, steps.group, _ZERO)
+            for j in range(n):
+                row = key_at[at + j]
+                place = b * dk_b + head * dk_h + row * dk_r
+                _scatter(dk_t, LANES * width * j, heads, D, dk, place, dk_h)
+                place = b * dv_b + head * dv_h + row * dv_r
+                _scatter(dv_t, LANES * width * j, heads, D, dv, place, dv_h)
+
+
+_EMPTY = np.empty(0, np.float32)
+_NO_PLANE = _Plane(_EMPTY, 0, 0, 0)
+
+
+def _memory(x: Tensor) -> np.ndarray:
+    """All that a tensor spans, from its first element on."""
+    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x.detach().as_strided((span,), (1,)).numpy()
+
+
+def _plane(x: Tensor) -> _Plane:
+    """x [B, H, R, width], or [B, H, R] for a width of 1; inputs only where the width's numbers are apart."""
+    x = x.unsqueeze(-1) if x.ndim == 3 else x
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return _Plane(_memory(x), x.stride(0) * (x.shape[0] > 1), x.stride(1), x.stride(2))
+
+
+def _side_by_side_as(x: Tensor) -> Tensor:
+    """x, or a tensor like it whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _num_groups(heads: int) -> int:
+    return -(-heads // LANES)
+
+
+def _by_lanes(learned: Tensor) -> np.ndarray:
+    """[H, R] -> [G, R, 8], flat."""
+    heads, size = learned.shape
+    lanes = learned.new_zeros(_num_groups(heads) * LANES, size)
+    lanes[:heads] = learned
+    return lanes.view(-1, LANES, size).transpose(1, 2).contiguous().numpy().reshape(-1)
+
+
+def _bias(step: Step, heads: int) -> _Bias:
+    buckets, channels, learned, dense, mask = np.empty(0, np.uint8), _EMPTY, _EMPTY, _NO_PLANE, np.empty(0, bool)
+    steps, num_channels, width, mask_steps = (0, 0, 0), 0, 0, (0, 0)
+    if step.form in ("bucket", "projected"):
+        assert step.data is not None and step.learned is not None
+        data = step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(torch.float32)
+        data = data if data.stride(-1) == 1 else data.contiguous()
+        steps = (data.stride(0) * (data.shape[0] > 1), data.stride(1), data.stride(2))
+        table = step.learned.detach().to(torch.float32)
+        if step.form == "bucket":
+            buckets = _memory(data)
+            masked = table.new_full((heads, MASKED_BUCKET + 1), -torch.inf)
+            masked[:, : table.shape[1]] = table
+            table = masked
+        else:
+            channels, num_channels = _memory(data), data.shape[1]
+        learned, width = _by_lanes(table), table.shape[1]
+    elif step.form == "dense":
+        assert step.learned is not None
+        dense = _plane(step.learned.contiguous())  # its gradient has the same steps
+    if step.bias_mask is not None:
+        given = step.bias_mask if step.bias_mask.stride(-1) == 1 else step.bias_mask.contiguous()
+        mask, mask_steps = _memory(given), (given.stride(0) * (given.shape[0] > 1), given.stride(1))
+    at = _Steps(_FORMS[step.form], *steps, num_channels, LANES * width, *dense[1:], *mask_steps)
+    return _Bias(buckets, channels, learned, dense.memory, mask, at)
+
+
+def _dropout(step: Step) -> _Dropout:
+    if step.dropout_key is None:
+        return _Dropout(np.empty(0, np.uint32), np.uint32(0), np.float32(1.0))
+    keys = step.dropout_key.contiguous().numpy().view(np.uint32)
+    return _Dropout(keys, np.uint32(dropout_threshold(step.dropout_p)), np.float32(1.0 / (1.0 - step.dropout_p)))
+
+
+def _costs(heads: int, queries: Rows, keys: Rows) -> np.ndarray:
+    """Scores of every sequence."""
+    return np.diff(queries.start) * np.diff(keys.start) * heads
+
+
+def whole_rows(step: Step, q: Tensor, k: Tensor) -> tuple[Rows, Rows]:
+    """All rows of q [B, H, M, D], and the keys of k [B, H, N, D] that are no padding."""
+    padding = step.key_padding_mask
+    keys = Rows.whole(len(k), k.shape[2]) if padding is None else Rows.unpadded(padding)
+    return Rows.whole(len(q), q.shape[2]), keys
+
+
+def attention(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Rows, Rows], *, out: Tensor, lse: Tensor | None
+) -> None:
+    """Write out, and lse if wanted, of whole sequences.
+
+    q, out [B, H, M, D], k, v [B, H, N, D], lse [B, H, M]: float32; of them ``rows``, the queries and the keys. Packed
+    rows stand in one plane, [1, H, R, D].
+    """
+    queries, keys = rows
+    _, H, _, D = q.shape
+    sums, given = None if lse is None else torch.empty_like(lse), out
+    out = _side_by_side_as(given)
+    planes = [_NO_PLANE if x is None else _plane(x) for x in (q, k, v, out, lse, sums)]
+    bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
+
+    def run(_: int, first: int, last: int) -> None:
+        _forward(first, last, H, D, scale, *planes, queries, keys, bias, dropout)
+
+    in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
+    if lse is not None and sums is not None:
+        lse.add_(sums.log_())
+    if out is not given:
+        given.copy_(out)
+
+
+def attention_backward(
+    step: Step,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: tuple[Rows, Rows],
+    *,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    d_learned: Tensor | None,
+) -> None:
+    """Write the gradients of these rows, and of the learned part of the bias (``None``: not wanted).
+
+    dq, dk, dv and a dense d_learned are written where there is a row, or a pair of rows; the caller has zeroed the
+    rest.
+    """
+    queries, keys = rows
+    _, H, _, D = q.shape
+    given = {"dq": dq, "dk": dk, "dv": dv}
+    written = {name: _side_by_side_as(x) for name, x in given.items()}
+    d_dense = None
+    if d_learned is not None and step.form == "dense":
+        given["d_dense"] = d_learned
+        written["d_dense"] = d_dense = d_learned if d_learned.is_contiguous() else torch.zeros(d_learned.shape)
+    inputs = [_NO_PLANE if x is None else _plane(x) for x in (q, k, v, d_out, d_lse)]
+    planes = inputs + [_plane(written[name]) for name in ("dq", "dk", "dv")]
+    bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
+    shares = np.zeros((CHUNKS * torch.get_num_threads(), len(bias.learned)), np.float32)
+    learned_grad, dense_memory = d_learned is not None, _EMPTY if d_dense is None else _memory(d_dense)
+
+    def run(chunk: int, first: int, last: int) -> None:
+        gradients = (learned_grad, shares[chunk], dense_memory)
+        _backward(first, last, H, D, scale, *planes, *gradients, queries, keys, bias, dropout)
+
+    in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
+    if d_learned is not None and step.form != "dense":
+        total = torch.from_numpy(shares.sum(axis=0)).view(_num_groups(H), -1, LANES)
+        d_learned.copy_(total.transpose(1, 2).flatten(0, 1)[:H, : d_learned.shape[1]])
+    for name, x in given.items():
+        if x is not written[name]:
+            x.copy_(written[name])

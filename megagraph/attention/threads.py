@@ -1,0 +1,56 @@
+"""Compiled loops in the threads that torch computes in.
+
+Those of a second pool would share the cores with torch's, which stay awake for some milliseconds after an operation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+
+CHUNKS = 4  # of a thread, as one may be slowed down
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _libgomp() -> ctypes.CDLL | None:
+    """What torch's wheels for Linux compute with; elsewhere there is one thread."""
+    try:
+        return ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return None
+
+
+def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_thread: int) -> None:
+    """run(chunk, first, last) for chunks of items, in order, that cost about the same.
+
+    There are at most CHUNKS chunks for each of torch's threads; ``run`` should leave the GIL.
+
+    Args:
+        costs: of every item.
+        cost_of_thread: what is worth the start of a thread.
+    """
+    ends = costs.cumsum()
+    gomp, threads = _libgomp(), min(torch.get_num_threads(), int(ends[-1]) // cost_of_thread)
+    if gomp is None or threads < 2:
+        run(0, 0, len(costs))
+        return
+    num_chunks = CHUNKS * threads
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_chunks) / num_chunks, side="right").tolist()
+    chunks = iter(list(zip(range(num_chunks), [0, *cuts], [*cuts, len(costs)], strict=True)))
+    errors: list[BaseException] = []
+
+    def work(_: int | None) -> None:
+        try:
+            for chunk in chunks:  # each goes to a thread that is free
+                run(*chunk)
+        except BaseException as error:
+            errors.append(error)
+
+    gomp.GOMP_parallel(_WORK(work), None, threads, 0)
+    if errors:
+        raise errors[0]

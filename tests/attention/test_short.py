@@ -1,0 +1,199 @@
+"""The CPU's short path: eight heads side by side, one row of scores at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+import megagraph as mg
+from megagraph.attention import lanes, short, threads
+from megagraph.attention.operator import _is_short, make_step
+from tests.attention.test_operator import run
+from tests.problems import FORMS, assert_matches, make_problem, to
+
+#        M    N   D   H
+SHAPES = ((1, 17, 4, 8), (17, 33, 8, 12), (33, 9, 5, 3), (40, 40, 16, 16), (63, 129, 16, 2), (5, 6, 20, 1))
+
+
+def problem_of(form, shape, **options):
+    M, N, D, H = shape
+    return to(make_problem(form, M, N, D, H=H, dtype=torch.float32, **options), "cpu")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("masked", "padded", "dropout_p"), [(True, True, 0.3), (True, False, 0.0), (False, True, 0.5)])
+def test_values_and_gradients(form, shape, masked, padded, dropout_p):
+    problem = problem_of(form, shape, B=3, masked=masked, padded=padded, dropout_p=dropout_p)
+    assert_matches(run(problem, "blocked_short"), problem)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_number_of_threads_gives_the_same(form, monkeypatch):
+    problem = problem_of(form, (17, 33, 8, 12), B=7, dropout_p=0.3)
+    alone = run(problem, "blocked_short")
+    monkeypatch.setattr(short, "_SCORES_PER_THREAD", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        results = [run(problem, "blocked_short") for _ in range(5)]
+    finally:
+        torch.set_num_threads(before)
+    for got in results:
+        for name, x in got.items():
+            assert torch.equal(x, results[0][name]), name
+            if name == "d_learned":  # sums of other parts
+                torch.testing.assert_close(x, alone[name])
+            else:
+                assert torch.equal(x, alone[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_strides(form):
+    problem = problem_of(form, (17, 17, 8, 8), B=3, dropout_p=0.2)
+
+    def turned(x, *order):
+        """The same values, the axes of x in another order in memory."""
+        back = np.argsort(order).tolist()
+        return x.permute(*order).contiguous().permute(*back)
+
+    strided = {name: turned(getattr(problem, name), 0, 2, 1, 3) for name in ("q", "k")}
+    strided["v"] = turned(problem.v, 0, 1, 3, 2)  # rows that are not contiguous
+    strided["d_out"] = turned(problem.d_out, 3, 2, 0, 1)
+    if problem.bias is not None:
+        data = {name: x.mT.contiguous().mT for name, x in vars(problem.bias).items() if x is not None and x.ndim > 2}
+        strided["bias"] = replace(problem.bias, **data)
+    got, want = run(replace(problem, **strided), "blocked_short"), run(problem, "blocked_short")
+    for name, x in got.items():
+        assert torch.equal(x, want[name]), name
+
+
+@pytest.mark.parametrize("form", ["bucket", "projected"])
+def test_sequences_may_share_a_bias(form):
+    problem = problem_of(form, (9, 11, 4, 8), B=3, planes=(1, 8))
+    assert_matches(run(problem, "blocked_short"), problem)
+
+
+def test_what_is_not_finite_stays_so():
+    problem = problem_of("none", (3, 9, 8, 8), masked=False, padded=False)
+    problem.q[0, 2, 1, 0] = torch.nan
+    problem.k[1, 3, 4, 2] = torch.inf
+    problem.v[1, 5, 0, 1] = -torch.inf
+    got, want = (
+        mg.biased_attention(problem.q, problem.k, problem.v, impl=impl) for impl in ("blocked_short", "reference")
+    )
+    assert torch.equal(got.isnan(), want.isnan())
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_chosen_by_shape():
+    def chosen(M=8, N=8, D=8, dtype=torch.float32, bias=None, impl="blocked"):
+        q, k = (torch.zeros(2, 4, n, D, dtype=dtype) for n in (M, N))
+        return _is_short(impl, make_step(q, bias, None, None, 0.0, None), q, k)
+
+    def dense(H, dtype=torch.float32):
+        return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))
+
+    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4)) and chosen(999, 999, 99, impl="blocked_short")
+    for options in ({"M": 257}, {"N": 257}, {"D": 17}, {"dtype": torch.float64}, {"bias": dense(1)}, {"M": 0}):
+        assert not chosen(**options), options
+    assert not chosen(bias=dense(4, torch.float64)) and not chosen(impl="blocked_long")
+
+
+@pytest.mark.parametrize(
+    ("q", "bias", "message"),
+    [
+        (torch.zeros(2, 2, 3, 4).double(), None, "it takes torch.float32 on a CPU, got torch.float64 on cpu"),
+        (torch.zeros(2, 2, 3, 4), torch.zeros(3, 3), r"a plane per head in the dtype of q, got \(1, 1, 3, 3\)"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_run(q, bias, message):
+    with pytest.raises(NotImplementedError, match=message):
+        mg.biased_attention(q, q, q, bias, impl="blocked_short")
+
+
+# Vectors of eight.
+
+
+@njit
+def _exp(x, out):
+    for i in range(0, len(x), 8):
+        lanes.store(out, i, lanes.exp(lanes.load(x, i)))
+
+
+@njit
+def _transposed(x, step, out, out_step):
+    lanes.transposed(x, 2, step, out, 1, out_step)
+
+
+@njit
+def _words(x, out):
+    for i in range(0, len(x), 8):
+        a = lanes.load(x, i)
+        lanes.store(out, i, (a ^ (a >> lanes.splat(np.uint32(5)))) * lanes.splat(np.uint32(0x85EBCA6B)))
+
+
+def test_exp():
+    x = np.concatenate(
+        [np.linspace(-87.3, 88, 1 << 16, dtype=np.float32), np.float32([0, -0.0, 1e-30, -87, 1, -1, 2, -2])]
+    )
+    out = np.empty_like(x)
+    _exp(x, out)
+    exact = np.exp(x.astype(np.float64))
+    assert np.abs(out / exact - 1).max() < 1.5 * np.finfo(np.float32).eps
+    ends = np.float32([-np.inf, np.nan, -88, -100, -1e30, 0, 88, -87.9])
+    out = np.empty_like(ends)
+    _exp(ends, out)
+    assert np.isnan(out[1]) and (out[[0, 2, 3, 4, 7]] == 0).all() and out[5] == 1
+
+
+def test_transposed():
+    x = np.arange(100, dtype=np.float32)
+    out = np.zeros(100, np.float32)
+    _transposed(x, 11, out, 9)
+    rows = np.lib.stride_tricks.as_strided(x[2:], (8, 8), (44, 4))
+    got = np.lib.stride_tricks.as_strided(out[1:], (8, 8), (36, 4))
+    assert (got == rows.T).all() and (out != 0).sum() == 64
+
+
+def test_words_wrap():
+    x = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
+    out = np.empty_like(x)
+    _words(x, out)
+    assert out.tolist() == [(a ^ a >> 5) * 0x85EBCA6B % 2**32 for a in x.tolist()]
+
+
+# Threads.
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("costs", [[3], [1] * 50, [0, 0, 90, 0, 1, 1], [0] * 4, list(range(40))], ids=str)
+def test_every_item_in_one_chunk(costs, num_threads):
+    chunks = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        threads.in_threads(lambda *chunk: chunks.append(chunk), np.array(costs), 1)
+    finally:
+        torch.set_num_threads(before)
+    ids = [chunk for chunk, _, _ in chunks]
+    assert len(set(ids)) == len(ids) and max(ids) < threads.CHUNKS * num_threads
+    assert [i for _, first, last in sorted(chunks) for i in range(first, last)] == list(range(len(costs)))
+
+
+def test_an_error_in_a_thread_is_raised():
+    def run(chunk, first, last):
+        if last == 40:
+            raise KeyboardInterrupt("in the last chunk")
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="in the last chunk"):
+            threads.in_threads(run, np.ones(40), 1)
+    finally:
+        torch.set_num_threads(before)
