@@ -9,7 +9,9 @@ Every contender gets the data of the bias (bucket index or channels) and what is
 values), builds its bias from them, and returns the gradients of q, k, v and the learned part. ``eager`` and ``sdpa``
 hold the bias [B, H, N, N], built in the fastest of the usual ways; SDPA takes it as a mask that needs a gradient.
 Values and gradients are compared with the reference in fp64 first; then the contenders take turns, so that a busy
-machine slows all of them.
+machine slows all of them. ``products`` takes its turns, too: the seven products alone that attention without kept
+scores consists of (two forward, five backward), on tiles that stay in the cache; eager / products is what nobody gets
+past with these products.
 
 Fixed: fp32, seed 0, no masks, no dropout, 32 buckets, 4 channels, 2 warm-up rounds, 9 rounds.
 """
@@ -20,6 +22,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +36,7 @@ from megagraph.attention.bias import Bias
 SEED, WARMUP_ROUNDS, ROUNDS = 0, 2, 9
 SHAPES = ((1, 8, 2048, 64), (64, 32, 144, 4), (256, 8, 32, 8))  # B, H, N, D
 NUM_BUCKETS, NUM_CHANNELS = 32, 4
+TILE = 512  # rows and columns of the scores of all heads; every shape is a multiple or smaller
 LEARNED = {"bucket": "table", "projected": "weight", "dense": "values"}
 
 Attend = Callable[[Tensor, Tensor, Tensor, Bias], Tensor]
@@ -72,6 +76,23 @@ def reference(q: Tensor, k: Tensor, v: Tensor, bias: Bias) -> Tensor:
     return mg.biased_attention(q, k, v, bias, impl="reference")
 
 
+def products(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> None:
+    """Scores and output; scores again, dp, dv, dq and dk."""
+    q, k, v, d_out = (x.flatten(0, 1) for x in (q, k, v, d_out))
+    s, dp = q.new_zeros(2, len(q), min(TILE, q.shape[1]), min(TILE, q.shape[1]))
+    for rows in range(0, q.shape[1], TILE):
+        q_t, d_out_t = (x[:, rows : rows + TILE] for x in (q, d_out))
+        for columns in range(0, q.shape[1], TILE):
+            k_t, v_t = (x[:, columns : columns + TILE] for x in (k, v))
+            torch.bmm(q_t, k_t.mT, out=s)
+            torch.bmm(s, v_t)
+            torch.bmm(q_t, k_t.mT, out=s)
+            torch.bmm(d_out_t, v_t.mT, out=dp)
+            torch.bmm(s.mT, d_out_t)
+            torch.bmm(dp, k_t)
+            torch.bmm(dp.mT, q_t)
+
+
 CONTENDERS: dict[str, Attend] = {"blocked": blocked, "eager": eager, "sdpa": sdpa}
 
 
@@ -99,12 +120,16 @@ def measure(form: str, shape: tuple[int, int, int, int]) -> dict:
     del want
     assert max(errors.values()) < 1e-4, f"the contenders do not compute the same: {errors}"
 
-    milliseconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    turns: dict[str, Callable[[], object]] = {
+        name: partial(run, attend, qkv, bias, d_out) for name, attend in CONTENDERS.items()
+    }
+    turns["products"] = partial(products, *qkv, d_out)
+    milliseconds: dict[str, list[float]] = {name: [] for name in turns}
     for round_ in range(WARMUP_ROUNDS + ROUNDS):
-        order = list(CONTENDERS)
-        for name in order[round_ % 3 :] + order[: round_ % 3]:
+        order = list(turns)
+        for name in order[round_ % 4 :] + order[: round_ % 4]:
             started = time.perf_counter()
-            run(CONTENDERS[name], qkv, bias, d_out)
+            turns[name]()
             if round_ >= WARMUP_ROUNDS:
                 milliseconds[name].append((time.perf_counter() - started) * 1e3)
     row = {"form": form, "B": B, "H": H, "N": N, "D": D, "unit": "ms", "dtype": "fp32", "relative_error": errors}
@@ -128,7 +153,7 @@ def main() -> None:
         for shape in SHAPES:
             row = measure(form, shape)
             rows.append(row)
-            times = ", ".join(f"{name} {row[name]['median']:.1f} ms" for name in CONTENDERS)
+            times = ", ".join(f"{name} {row[name]['median']:.1f} ms" for name in (*CONTENDERS, "products"))
             ratios = ", ".join(
                 "{} / blocked {of_medians:.2f} ({range[0]:.2f} to {range[1]:.2f})".format(name, **row[f"{name}_ratio"])
                 for name in ("eager", "sdpa")
