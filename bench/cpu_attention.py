@@ -1,9 +1,9 @@
 """Forward and backward of biased attention on a CPU, beside plain PyTorch, in one run.
 
-    OMP_WAIT_POLICY=passive python -m bench.cpu_attention
+    python -m bench.cpu_attention
 
-Threads that wait for each other actively lose a time slice at every operation if anything else runs; set passively,
-the figures hold on a machine that is not idle.
+The machine should be quiet: threads wait for each other actively, unless OMP_WAIT_POLICY=passive is set, and lose a
+time slice at every operation if anything else runs.
 
 Every contender gets the data of the bias (bucket index or channels) and what is learned (table, weight or dense
 values), builds its bias from them, and returns the gradients of q, k, v and the learned part. ``eager`` and ``sdpa``
