@@ -109,6 +109,13 @@ def _gather(x, at, h_step, heads, width, out, out_at):
 
 
 @njit(cache=True)
+def _gather_rows(x, at, h_step, r_step, rows, first, n, heads, D, out, width):
+    """``n`` of the listed rows of several heads, x [heads, R, D], into out [n, width, 8]."""
+    for j in range(n):
+        _gather(x, at + rows[first + j] * r_step, h_step, heads, D, out, LANES * width * j)
+
+
+@njit(cache=True)
 def _scatter(x, x_at, heads, width, out, at, h_step):
     """Back: x [width, 8] into rows of several heads, out [heads, width]."""
     done = 0
@@ -309,18 +316,13 @@ def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys
         for group in range(-(-H // LANES)):
             head = LANES * group
             heads = min(LANES, H - head)
-            for j in range(n):
-                row = key_at[at + j]
-                place = b * k_b + head * k_h + row * k_r
-                _gather(k, place, k_h, heads, D, k_t, LANES * width * j)
-                place = b * v_b + head * v_h + row * v_r
-                _gather(v, place, v_h, heads, D, v_t, LANES * width * j)
+            _gather_rows(k, b * k_b + head * k_h, k_h, k_r, key_at, at, n, heads, D, k_t, width)
+            _gather_rows(v, b * v_b + head * v_h, v_h, v_r, key_at, at, n, heads, D, v_t, width)
             if dropped:
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot = query_at[i], query_slot[i]
-                place = b * q_b + head * q_h + row * q_r
-                _gather(q, place, q_h, heads, D, q_t, 0)
+                _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
                 _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
                 _add_dots(q_t, k_t, n, width, s)
@@ -332,8 +334,7 @@ def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys
                         hashed = _hash(row_key, slots[at + j])
                         store(s, LANES * j, keep_from(load(s, LANES * j), hashed, splat(threshold)))
                 _combine(s, v_t, n, width, splat(dropout_scale) / not_zero(l), out_t)
-                place = b * out_b + head * out_h + row * out_r
-                _scatter(out_t, 0, heads, D, out, place, out_h)
+                _scatter(out_t, 0, heads, D, out, b * out_b + head * out_h + row * out_r, out_h)
                 if len(maxima):
                     store(state, 0, m)
                     store(state, LANES, l)
@@ -374,23 +375,17 @@ def _backward(
         for group in range(-(-H // LANES)):
             head = LANES * group
             heads = min(LANES, H - head)
-            for j in range(n):
-                row = key_at[at + j]
-                place = b * k_b + head * k_h + row * k_r
-                _gather(k, place, k_h, heads, D, k_t, LANES * width * j)
-                place = b * v_b + head * v_h + row * v_r
-                _gather(v, place, v_h, heads, D, v_t, LANES * width * j)
+            _gather_rows(k, b * k_b + head * k_h, k_h, k_r, key_at, at, n, heads, D, k_t, width)
+            _gather_rows(v, b * v_b + head * v_h, v_h, v_r, key_at, at, n, heads, D, v_t, width)
             _fill(dk_t, LANES * width * n, _ZERO)
             _fill(dv_t, LANES * width * n, _ZERO)
             if dropped:
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot = query_at[i], query_slot[i]
-                place = b * q_b + head * q_h + row * q_r
-                _gather(q, place, q_h, heads, D, q_t, 0)
+                _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
-                place = b * d_out_b + head * d_out_h + row * d_out_r
-                _gather(d_out, place, d_out_h, heads, D, d_out_t, 0)
+                _gather(d_out, b * d_out_b + head * d_out_h + row * d_out_r, d_out_h, heads, D, d_out_t, 0)
                 _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
                 _add_dots(q_t, k_t, n, width, s)
                 _fill(dp, LANES * _padded(n), _ZERO)
@@ -400,8 +395,7 @@ def _backward(
                 _, l = _exponentials(s, n)
                 inverse, delta = splat(_ONE) / not_zero(l), splat(_ZERO)
                 if len(d_lse):
-                    place = b * d_lse_b + head * d_lse_h + row * d_lse_r
-                    _gather(d_lse, place, d_lse_h, heads, 1, state, 0)
+                    _gather(d_lse, b * d_lse_b + head * d_lse_h + row * d_lse_r, d_lse_h, heads, 1, state, 0)
                     delta = delta - load(state, 0)
                 if dropped:
                     row_key = _mix32(head_key ^ splat(np.uint32(slot)))
@@ -421,8 +415,7 @@ def _backward(
                 _add_outer(kept, d_out_t, n, width, dv_t)
                 _add_outer(dp, q_t, n, width, dk_t)
                 _combine(dp, k_t, n, width, splat(scale), dq_t)
-                place = b * dq_b + head * dq_h + row * dq_r
-                _scatter(dq_t, 0, heads, D, dq, place, dq_h)
+                _scatter(dq_t, 0, heads, D, dq, b * dq_b + head * dq_h + row * dq_r, dq_h)
                 if learned_grad:
                     _add_bias_gradient(
                         dp, steps, buckets, channels, d_table, d_dense, b, slot, group, heads, slots, at, n
@@ -433,10 +426,8 @@ def _backward(
                         _fill(d_table, steps.group, _ZERO)
             for j in range(n):
                 row = key_at[at + j]
-                place = b * dk_b + head * dk_h + row * dk_r
-                _scatter(dk_t, LANES * width * j, heads, D, dk, place, dk_h)
-                place = b * dv_b + head * dv_h + row * dv_r
-                _scatter(dv_t, LANES * width * j, heads, D, dv, place, dv_h)
+                _scatter(dk_t, LANES * width * j, heads, D, dk, b * dk_b + head * dk_h + row * dk_r, dk_h)
+                _scatter(dv_t, LANES * width * j, heads, D, dv, b * dv_b + head * dv_h + row * dv_r, dv_h)
 
 
 _EMPTY = np.empty(0, np.float32)
