@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import torch
 
 import megagraph as mg
@@ -35,7 +36,8 @@ def pytest_generate_tests(metafunc):
         shapes = [case for series, case in cases(smoke) if series == "shapes"]
         metafunc.parametrize("case", shapes, ids=str)
     if "impl" in metafunc.fixturenames:
-        metafunc.parametrize("impl", IMPLS)
+        ring = metafunc.function is test_ring
+        metafunc.parametrize("impl", [impl for impl in IMPLS if not (ring and impl.endswith("_short"))])
 
 
 def _short(value) -> str:
@@ -54,7 +56,13 @@ def test_operator(dtype, D, form, impl):
             return_lse=True, impl=impl,
         )  # fmt: skip
 
-    assert_matches(expected(problem, attend), problem)
+    try:
+        got = expected(problem, attend)
+    except NotImplementedError as error:
+        if not impl.endswith("_short"):
+            raise
+        pytest.skip(str(error))
+    assert_matches(got, problem)
 
 
 def test_ring(dtype, D, form, world_size, impl):

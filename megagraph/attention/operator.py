@@ -21,7 +21,7 @@ from megagraph.attention.step import Step
 
 Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
 MAX_HEAD_DIM = 256
-SHORT, NARROW = 256, 16  # most rows and keys, widest heads that ``"blocked"`` gives to its short path
+SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, as in megagraph.kernels.tiles
 
 
 @overload
@@ -363,20 +363,19 @@ def _is_short(impl: str, step: Step, q: Tensor, k: Tensor) -> bool:
         return False
     if impl == "blocked_short":
         return True
-    small = is_short_shape(q.dtype, max(q.shape[2], k.shape[2]), q.shape[3])
-    if impl != "blocked" or step.row_ids is not None or not small:
+    if impl != "blocked" or step.row_ids is not None:
         return False
-    return not _not_short(q, step.learned if step.form == "dense" else None)
+    return not _not_short(q, k, step.learned if step.form == "dense" else None)
 
 
-def is_short_shape(dtype: torch.dtype, num_nodes: int, head_dim: int) -> bool:
-    """Whether ``"blocked"`` takes its short path for whole sequences of so many nodes."""
-    return dtype == torch.float32 and num_nodes <= SHORT and head_dim <= NARROW
+def is_short_shape(num_nodes: int, head_dim: int) -> bool:
+    """Whether ``"blocked"`` takes its short path for whole sequences of so many nodes in float32."""
+    return num_nodes <= SHORT and head_dim <= NARROW
 
 
-def _not_short(q: Tensor, dense: Tensor | None) -> list[str]:
+def _not_short(q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
     """Why ``blocked_short`` cannot run these inputs."""
-    reasons = []
+    reasons = _too_large(q, k, "blocked_short")
     if q.device.type != "cpu" or q.dtype != torch.float32:
         reasons.append(f"it takes torch.float32 on a CPU, got {q.dtype} on {q.device}; use impl='blocked'")
     if dense is not None and (dense.shape[:2] != q.shape[:2] or dense.dtype != q.dtype):
@@ -385,6 +384,14 @@ def _not_short(q: Tensor, dense: Tensor | None) -> list[str]:
             "use impl='blocked'"
         )
     return reasons
+
+
+def _too_large(q: Tensor, k: Tensor, impl: Impl) -> list[str]:
+    M, N, D = q.shape[2], k.shape[2], q.shape[3]
+    if is_short_shape(max(M, N), D):
+        return []
+    long = impl.removesuffix("_short")
+    return [f"it takes at most {SHORT} rows and keys of head dim {NARROW}, got {M}, {N} and {D}; use impl={long!r}"]
 
 
 def row_delta(d_out: Tensor, out: Tensor, d_lse: Tensor, impl: str) -> Tensor:
@@ -444,15 +451,9 @@ def choose_impl(impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, r
         long = impl.removesuffix("_short")
         reasons.append(f"it needs all keys on one rank, not in a ring; use impl={long!r}")
     elif impl == "blocked_short":
-        reasons += _not_short(q, bias.values if isinstance(bias, DenseBias) else None)
+        reasons += _not_short(q, k, bias.values if isinstance(bias, DenseBias) else None)
     elif impl == "triton_short" and importlib.util.find_spec("triton") is not None:
-        from megagraph.kernels.tiles import NARROW, SHORT
-
-        M, N, D = q.shape[2], k.shape[2], q.shape[3]
-        if max(M, N) > SHORT or D > NARROW:
-            reasons.append(
-                f"it takes at most {SHORT} rows and keys of head dim {NARROW}, got {M}, {N} and {D}; use impl='triton'"
-            )
+        reasons += _too_large(q, k, impl)
         if isinstance(bias, DenseBias) and bias.shape[:2] != q.shape[:2]:
             reasons.append(f"a dense bias must have a plane per head, got {tuple(bias.shape)}; use impl='triton'")
     if impl == "reference" and ring:

@@ -156,7 +156,8 @@ class GraphTransformer(nn.Module):
         if x.device.type != "cpu" or layout.world_size > 1 or torch.compiler.is_compiling():
             return None
         head_dim = self.config.dim // self.config.heads
-        if not is_short_shape(x.dtype, key_padding_mask.shape[1], head_dim) or torch.is_autocast_enabled("cpu"):
+        short = x.dtype == torch.float32 and is_short_shape(key_padding_mask.shape[1], head_dim)
+        if not short or torch.is_autocast_enabled("cpu"):
             return None
         share = key_padding_mask.double().mean().item()
         return Packing(key_padding_mask) if _PACKED_FROM <= share < 1 else None

@@ -11,12 +11,13 @@ from numba import njit
 
 import megagraph as mg
 from megagraph.attention import lanes, short, threads
-from megagraph.attention.operator import _is_short, make_step
+from megagraph.attention.operator import NARROW, SHORT, _is_short, make_step
+from megagraph.kernels import tiles
 from tests.attention.test_operator import run
 from tests.problems import FORMS, assert_matches, make_problem, to
 
 #        M    N   D   H
-SHAPES = ((1, 17, 4, 8), (17, 33, 8, 12), (33, 9, 5, 3), (40, 40, 16, 16), (63, 129, 16, 2), (5, 6, 20, 1))
+SHAPES = ((1, 17, 4, 8), (17, 33, 8, 12), (33, 9, 5, 3), (40, 40, 16, 16), (63, 129, 16, 2), (5, 6, 1, 1))
 
 
 def problem_of(form, shape, **options):
@@ -98,7 +99,8 @@ def test_chosen_by_shape():
     def dense(H, dtype=torch.float32):
         return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))
 
-    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4)) and chosen(999, 999, 99, impl="blocked_short")
+    assert (SHORT, NARROW) == (tiles.SHORT, tiles.NARROW)
+    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4)) and chosen(impl="blocked_short")
     for options in ({"M": 257}, {"N": 257}, {"D": 17}, {"dtype": torch.float64}, {"bias": dense(1)}, {"M": 0}):
         assert not chosen(**options), options
     assert not chosen(bias=dense(4, torch.float64)) and not chosen(impl="blocked_long")
@@ -107,6 +109,8 @@ def test_chosen_by_shape():
 @pytest.mark.parametrize(
     ("q", "bias", "message"),
     [
+        (torch.zeros(1, 1, 257, 4), None, "at most 256 rows and keys of head dim 16, got 257, 257 and 4; use impl="),
+        (torch.zeros(1, 1, 3, 17), None, "got 3, 3 and 17"),
         (torch.zeros(2, 2, 3, 4).double(), None, "it takes torch.float32 on a CPU, got torch.float64 on cpu"),
         (torch.zeros(2, 2, 3, 4), torch.zeros(3, 3), r"a plane per head in the dtype of q, got \(1, 1, 3, 3\)"),
     ],
