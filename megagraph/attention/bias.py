@@ -191,3 +191,10 @@ class ProjectedBias:
 
 
 Bias = DenseBias | BucketBias | ProjectedBias
+
+
+def masked_table(table: Tensor) -> Tensor:
+    """A table [H, R] with -inf in the columns up to 255, so that a masked pair is one more look-up."""
+    masked = table.new_full((table.shape[0], MASKED_BUCKET + 1), -torch.inf)
+    masked[:, : table.shape[1]] = table
+    return masked

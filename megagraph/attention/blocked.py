@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import MASKED_BUCKET
+from megagraph.attention.bias import MASKED_BUCKET, masked_table
 from megagraph.attention.dropout import drop_, row_keys, softmax_backward_
 from megagraph.attention.step import Step
 
@@ -128,14 +128,9 @@ def _set_to_bias(s: Tensor, step: Step, tile: _Tile, data: Tensor | None, table:
         torch.gather(table.expand(len(s), -1, -1), 2, data.expand(-1, len(table), -1), out=s.flatten(2))
 
 
-def _masked_table(step: Step, dtype: torch.dtype) -> Tensor | None:
-    """The bucket table with -inf in the columns up to 255, so that a masked pair is one more look-up."""
-    if step.form != "bucket":
-        return None
-    assert step.learned is not None
-    table = step.learned.new_full((step.learned.shape[0], MASKED_BUCKET + 1), -torch.inf, dtype=dtype)
-    table[:, : step.learned.shape[1]] = step.learned
-    return table
+def _table(step: Step, dtype: torch.dtype) -> Tensor | None:
+    """Of buckets, with a column for masked pairs."""
+    return masked_table(step.learned.to(dtype)) if step.form == "bucket" and step.learned is not None else None
 
 
 def _scores(
@@ -204,7 +199,7 @@ def attention_step(
     written unless ``last``; out [B, H, M, D] in q's dtype, lse [B, H, M].
     """
     compute = torch.promote_types(q.dtype, torch.float32)
-    table, row_key = _masked_table(step, compute), _row_keys(step, q)
+    table, row_key = _table(step, compute), _row_keys(step, q)
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     sizes = _tile_sizes(step, *q.shape[:3], buffers=1)
     buffer = q.new_empty(q.shape[1] * math.prod(sizes))
@@ -264,7 +259,7 @@ def attention_step_backward(
     heads share is written instead.
     """
     compute = dq.dtype
-    table, row_key = _masked_table(step, compute), _row_keys(step, q)
+    table, row_key = _table(step, compute), _row_keys(step, q)
     q, k, v, d_out = q.to(compute), k.to(compute), v.to(compute), d_out.to(compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
     sizes = _tile_sizes(step, *q.shape[:3], buffers=2)

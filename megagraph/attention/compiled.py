@@ -8,22 +8,22 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-_GOLDEN = np.uint32(0x9E3779B9)
-_MUL_1 = np.uint32(0x85EBCA6B)
-_MUL_2 = np.uint32(0xC2B2AE35)
+GOLDEN = np.uint32(0x9E3779B9)
+MUL_1 = np.uint32(0x85EBCA6B)
+MUL_2 = np.uint32(0xC2B2AE35)
 
 
 @njit(cache=True, nogil=True)
 def _mix32(h):
     # Numba computes in 64 bits unless told otherwise
-    h = np.uint32((h ^ (h >> np.uint32(16))) * _MUL_1)
-    h = np.uint32((h ^ (h >> np.uint32(13))) * _MUL_2)
+    h = np.uint32((h ^ (h >> np.uint32(16))) * MUL_1)
+    h = np.uint32((h ^ (h >> np.uint32(13))) * MUL_2)
     return np.uint32(h ^ (h >> np.uint32(16)))
 
 
 @njit(cache=True, nogil=True)
 def _hash(row_key, column):
-    return _mix32(row_key ^ np.uint32(np.uint32(column) * _GOLDEN))
+    return _mix32(row_key ^ np.uint32(np.uint32(column) * GOLDEN))
 
 
 @njit(cache=True, nogil=True)

@@ -17,7 +17,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.bias import MASKED_BUCKET
+from megagraph.attention.bias import masked_table
+from megagraph.attention.compiled import GOLDEN, MUL_1, MUL_2
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
     LANES,
@@ -36,7 +37,6 @@ from megagraph.attention.packing import Rows
 from megagraph.attention.step import Step
 from megagraph.attention.threads import CHUNKS, in_threads
 
-_GOLDEN, _MUL_1, _MUL_2 = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _16, _13 = np.uint32(16), np.uint32(13)
 _ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before
@@ -90,8 +90,8 @@ class _Dropout(NamedTuple):
 
 @njit(cache=True)
 def _mix32(h):
-    h = (h ^ (h >> splat(_16))) * splat(_MUL_1)
-    h = (h ^ (h >> splat(_13))) * splat(_MUL_2)
+    h = (h ^ (h >> splat(_16))) * splat(MUL_1)
+    h = (h ^ (h >> splat(_13))) * splat(MUL_2)
     return h ^ (h >> splat(_16))
 
 
@@ -288,7 +288,7 @@ def _head_keys(key, group):
 
 @njit(cache=True)
 def _hash(row_key, column):
-    return _mix32(row_key ^ splat(np.uint32(np.uint32(column) * _GOLDEN)))
+    return _mix32(row_key ^ splat(np.uint32(np.uint32(column) * GOLDEN)))
 
 
 @njit(cache=True, nogil=True)
@@ -475,9 +475,7 @@ def _bias(step: Step, heads: int) -> _Bias:
         table = step.learned.detach().to(torch.float32)
         if step.form == "bucket":
             buckets = _memory(data)
-            masked = table.new_full((heads, MASKED_BUCKET + 1), -torch.inf)
-            masked[:, : table.shape[1]] = table
-            table = masked
+            table = masked_table(table)
         else:
             channels, num_channels = _memory(data), data.shape[1]
         learned, width = _by_lanes(table), table.shape[1]
