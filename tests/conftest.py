@@ -19,6 +19,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     for item in items:
         if "ranks" in item.function.__code__.co_names:  # one worker of xdist starts the processes of tests/ranks.py

@@ -19,6 +19,8 @@ CASES = {
     ("raise", "backward", "2,1,1"): r"rank 1 in forward and backward \(step 1\): RuntimeError: injected",
 }
 
+pytestmark = pytest.mark.xdist_group("failure")  # or each worker would start all runs
+
 
 @pytest.fixture(scope="module")
 def rows():
