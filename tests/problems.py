@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from megagraph.attention.dropout import keep_mask, row_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = torch.float32 if DEVICE == "cuda" else torch.float64
+IMPLS = ("triton", "blocked") if DEVICE == "cpu" else ("triton",)
+of_a_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="impl='blocked' runs on a CPU")
 FORMS = ("none", "dense", "bucket", "projected")
 NUM_BUCKETS = 7
 NUM_CHANNELS = 3

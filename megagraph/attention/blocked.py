@@ -1,182 +1,466 @@
-"""The CPU path: one attention step in torch operations on tiles, forward and backward.
+"""The CPU path: one attention step in tiles of scores, forward and backward.
 
 The same contract as the Triton launchers: scores of the visiting keys are folded into a running max m, sum l and
-output acc (FlashAttention, arXiv:2205.14135, Alg. 1; logarithms are natural here), a compact bias is expanded one tile
-at a time, and the backward recomputes the scores from lse. Whatever B, H and N are, all score-sized temporaries
-together hold at most ``ELEMENTS_PER_THREAD`` elements per thread.
+output acc (FlashAttention, arXiv:2205.14135, Alg. 1; logarithms are natural here), a compact bias is read pair by
+pair, never expanded, and the backward recomputes the scores from lse.
 
-A tile has all heads, which share the data of the bias, and several whole sequences where they are short. Its scores
-[b * H, m, n] stay in the cache from the first operation to the last, in buffers that all tiles of a call use in turn:
-there a pass over them costs little, and time goes to products, exp2 and the bias.
+A tile has some queries and keys of one head. Its scores stay in the cache from the product that makes them to those
+that take them, and each thread works on tiles of its own from start to end, so that only rows of q, k, v and the bias
+come from memory. The seven products of a tile are made of ``lanes.product_16``; they are most of the time.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
-from megagraph.attention.bias import MASKED_BUCKET, masked_table
-from megagraph.attention.dropout import drop_, row_keys, softmax_backward_
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, Bias, Plane, bias_arrays, pair_hash, plane
+from megagraph.attention.dropout import dropout_threshold, row_keys
+from megagraph.attention.lanes import (
+    LANES,
+    PRODUCT_ROWS,
+    add_up,
+    counting,
+    exp,
+    keep_from,
+    largest_of,
+    load,
+    look_up,
+    maximum,
+    multiply_add,
+    product_8,
+    product_16,
+    splat,
+    store,
+    sum_of,
+    transposed,
+)
 from megagraph.attention.step import Step
+from megagraph.attention.threads import CHUNKS, in_threads
 
-ELEMENTS_PER_THREAD = 1 << 20
-_LOG2E = math.log2(math.e)
-_UNDERFLOW = -2000.0  # exp2 gives 0 in every dtype, many times faster than of -inf
-_NARROW = 16  # columns; a product with fewer is several times faster transposed
-
-
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """Batch, rows, visiting keys and bias columns of one tile of scores."""
-
-    batch: slice
-    rows: slice
-    keys: slice
-    columns: slice
+_MOST_ROWS, _MOST_KEYS = 96, 240  # of a tile; compiled in
+TILE_ROWS, TILE_KEYS = _MOST_ROWS, _MOST_KEYS  # two tiles of fp32 scores take 184 kB
+_WIDE = 2 * LANES
+_SCORES_PER_THREAD = 1 << 15
 
 
-class _State(NamedTuple):
-    """Running max m, sum l [b * H, m] and unnormalised output acc [b * H, m, D] of some rows."""
+class _Pairs(NamedTuple):
+    """What is known of pairs of a row and a column beside their scores."""
 
-    m: Tensor
-    l: Tensor
-    acc: Tensor
-
-
-def _length(part: slice) -> int:
-    return part.stop - part.start
+    bias: Bias
+    padding: np.ndarray  # bool [B, N], True = masked, or none
+    row_keys: Plane  # uint32 [B, H, M], or none
+    threshold: np.uint32  # a hash below it drops a pair
 
 
-def _chunks(length: int, size: int) -> Iterator[slice]:
-    """As few chunks of at most ``size`` as there can be, about equal."""
-    count = -(-length // size)
-    return (slice(i * length // count, (i + 1) * length // count) for i in range(count))
+class _Sums(NamedTuple):
+    """Gradients that tiles add to."""
+
+    dq: Plane  # [part * B + b, H, M', D']: rows and D rounded up, a plane for each part of the keys
+    dk: Plane
+    dv: Plane
+    dense: Plane  # of a dense bias, which is written unless ``dense_added``
+    dense_added: bool
+    learned: bool  # whether the gradient of the bias is wanted
 
 
-def _shifted(part: slice, start: int) -> slice:
-    return slice(start + part.start, start + part.stop)
+@njit(cache=True)
+def _up(size, multiple):
+    return (size + multiple - 1) // multiple * multiple
 
 
-def _tile_sizes(step: Step, batch: int, heads: int, rows: int, *, buffers: int) -> tuple[int, int, int]:
-    """(sequences, rows, keys) per tile; ``buffers`` planes of scores per head stay alive beside what a step needs."""
+@njit(cache=True)
+def _place(x, b, h, r):
+    """Of a row in the memory of a plane."""
+    return b * x.b_step + h * x.h_step + r * x.r_step
+
+
+@njit(cache=True)
+def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
+    """factor * x [n, D] into out [n, width]."""
+    whole = D // LANES * LANES
+    for i in range(n):
+        row, to = at + i * r_step, out_at + i * width
+        for d in range(0, whole, LANES):
+            store(out, to + d, load(x, row + d) * splat(factor))
+        for d in range(whole, D):
+            out[to + d] = x[row + d] * factor
+
+
+@njit(cache=True)
+def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
+    """factor * x [n, D] into out [D, width], with zeros in columns n to ``padded``."""
+    whole, deep = n // LANES * LANES, D // LANES * LANES
+    for d in range(0, deep, LANES):
+        for i in range(0, whole, LANES):
+            transposed(x, at + i * r_step + d, r_step, out, d * width + i, width)
+    for d in range(D):
+        for i in range(whole if d < deep else 0, n):
+            out[d * width + i] = x[at + i * r_step + d]
+        for i in range(n, padded):
+            out[d * width + i] = 0
+    if factor != 1:
+        for d in range(D):
+            for i in range(0, padded, LANES):
+                store(out, d * width + i, load(out, d * width + i) * splat(factor))
+
+
+@njit(cache=True)
+def _scores(rows, keys, D, m, n, out):
+    """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width."""
+    for j in range(0, n, _WIDE):
+        for i in range(0, m, PRODUCT_ROWS):
+            product_16(rows, i, 1, _MOST_ROWS, D, keys, j, _MOST_KEYS, out, i * _MOST_KEYS + j, _MOST_KEYS, False)
+
+
+@njit(cache=True)
+def _add_to_rows(s, x, m, n, width, out, at):
+    """out [m, width] += s x of s [m, n] and x [n, width]."""
+    wide = width // _WIDE * _WIDE
+    for d in range(0, wide, _WIDE):
+        for i in range(0, m, PRODUCT_ROWS):
+            product_16(s, i * _MOST_KEYS, _MOST_KEYS, 1, n, x, d, width, out, at + i * width + d, width, True)
+    if wide < width:
+        for i in range(0, m, PRODUCT_ROWS):
+            product_8(s, i * _MOST_KEYS, _MOST_KEYS, 1, n, x, wide, width, out, at + i * width + wide, width, True)
+
+
+@njit(cache=True)
+def _add_to_keys(s, x, m, n, width, out):
+    """out [n, width] += s^T x of s [m, n] and x [m, width]."""
+    wide = width // _WIDE * _WIDE
+    for d in range(0, wide, _WIDE):
+        for j in range(0, n, PRODUCT_ROWS):
+            product_16(s, j, 1, _MOST_KEYS, m, x, d, width, out, j * width + d, width, True)
+    if wide < width:
+        for j in range(0, n, PRODUCT_ROWS):
+            product_8(s, j, 1, _MOST_KEYS, m, x, wide, width, out, j * width + wide, width, True)
+
+
+@njit(cache=True)
+def _add_bias(s, m, n, padded, pairs, b, h, row, column):
+    """Add the bias to the scores of m rows and n keys; -inf where masked, and on to ``padded``."""
+    # arrays are taken out of their tuples once for a tile: each time counts a reference
+    (buckets, channels, learned, dense, mask, steps), padding = pairs.bias, pairs.padding
+    whole = n // LANES * LANES
+    for i in range(m):
+        o, at = i * _MOST_KEYS, b * steps.b + (row + i) * steps.m + column
+        if steps.form == BUCKET:
+            table = h * steps.num_learned
+            for j in range(0, whole, LANES):
+                store(s, o + j, load(s, o + j) + look_up(learned, table, buckets, at + j))
+            for j in range(whole, n):
+                s[o + j] += learned[table + buckets[at + j]]
+        elif steps.form == PROJECTED:
+            weight = h * steps.num_learned
+            for c in range(steps.num_learned):
+                here, factor = at + c * steps.c, learned[weight + c]
+                for j in range(0, whole, LANES):
+                    store(s, o + j, multiply_add(splat(factor), load(channels, here + j), load(s, o + j)))
+                for j in range(whole, n):
+                    s[o + j] += factor * channels[here + j]
+        elif steps.form == DENSE:
+            at = b * steps.dense_b + h * steps.dense_h + (row + i) * steps.dense_m + column
+            for j in range(0, whole, LANES):
+                store(s, o + j, load(s, o + j) + load(dense, at + j))
+            for j in range(whole, n):
+                s[o + j] += dense[at + j]
+        if len(mask):
+            at = b * steps.mask_b + (row + i) * steps.mask_m + column
+            for j in range(n):
+                if mask[at + j]:
+                    s[o + j] = -np.inf
+        if len(padding):
+            for j in range(n):
+                if padding[b, column + j]:
+                    s[o + j] = -np.inf
+        for j in range(n, padded):
+            s[o + j] = -np.inf
+
+
+@njit(cache=True)
+def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, b, h, row, column):
+    """Add the share of a tile to d_lanes [R, 8], the sum of whose lanes is wanted; write or add it to a dense plane."""
+    buckets, channels, _, _, _, steps = bias
+    d_dense, d_dense_at, d_dense_step = sums.dense.memory, _place(sums.dense, b, h, row) + column, sums.dense.r_step
+    added = sums.dense_added
+    whole, odd = n // LANES * LANES, n // _WIDE * _WIDE
+    for i in range(m):
+        o, at = i * _MOST_KEYS, b * steps.b + (row + i) * steps.m + column
+        if steps.form == BUCKET:
+            for j in range(0, whole, LANES):
+                add_up(d_lanes, buckets, at + j, load(ds, o + j))
+            for j in range(whole, n):
+                d_lanes[LANES * np.intp(buckets[at + j])] += ds[o + j]
+        elif steps.form == PROJECTED:
+            for c in range(steps.num_learned):
+                here = at + c * steps.c
+                # two sums side by side, or each addition would wait for the one before
+                s0, s1 = load(d_lanes, LANES * c), splat(d_lanes.dtype.type(0))
+                for j in range(0, odd, _WIDE):
+                    s0 = multiply_add(load(ds, o + j), load(channels, here + j), s0)
+                    s1 = multiply_add(load(ds, o + j + LANES), load(channels, here + j + LANES), s1)
+                if odd < whole:
+                    s0 = multiply_add(load(ds, o + odd), load(channels, here + odd), s0)
+                store(d_lanes, LANES * c, s0 + s1)
+                for j in range(whole, n):
+                    d_lanes[LANES * c] += ds[o + j] * channels[here + j]
+        elif steps.form == DENSE:
+            at = d_dense_at + i * d_dense_step
+            for j in range(0, whole, LANES):
+                store(d_dense, at + j, load(d_dense, at + j) + load(ds, o + j) if added else load(ds, o + j))
+            for j in range(whole, n):
+                d_dense[at + j] = d_dense[at + j] + ds[o + j] if added else ds[o + j]
+
+
+@njit(cache=True)
+def _add_lanes(d_lanes, size, out, at):
+    """out [size] += the sums of d_lanes [size, 8], which become 0."""
+    zero = d_lanes.dtype.type(0)
+    for r in range(size):
+        sum_ = zero
+        for lane in range(LANES):
+            sum_ += d_lanes[LANES * r + lane]
+            d_lanes[LANES * r + lane] = zero
+        out[at + r] += sum_
+
+
+@njit(cache=True)
+def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, column):
+    """Scores s [m, padded] become exponentials; the state of their rows follows, all but the product."""
+    row_keys, key_at, threshold, row_key = (
+        pairs.row_keys.memory,
+        _place(pairs.row_keys, b, h, row),
+        pairs.threshold,
+        np.uint32(0),
+    )
+    for i in range(m):
+        o, here = i * _MOST_KEYS, at + i
+        largest, sum_ = splat(maxima[here]), splat(s.dtype.type(0))
+        for j in range(0, padded, LANES):
+            largest = maximum(largest, load(s, o + j))
+        highest = largest_of(largest)
+        pivot = highest if highest > -np.inf else s.dtype.type(0)  # of a row that has met no valid key
+        for j in range(0, padded, LANES):
+            p = exp(load(s, o + j) - splat(pivot))
+            sum_ = sum_ + p
+            store(s, o + j, p)
+        rescale = np.exp(maxima[here] - pivot)
+        maxima[here] = highest
+        sums[here] = sums[here] * rescale + sum_of(sum_)
+        if len(row_keys):
+            row_key = row_keys[key_at + i]
+            for j in range(0, padded, LANES):
+                hashed = pair_hash(splat(row_key), counting(np.uint32(column + j)))
+                store(s, o + j, keep_from(load(s, o + j), hashed, splat(threshold)))
+        if rescale != 1:
+            for d in range(here * width, (here + 1) * width, LANES):
+                store(acc, d, load(acc, d) * splat(rescale))
+
+
+@njit(cache=True)
+def _softmax_backward(s, dp, m, padded, lse, delta, pairs, b, h, row, column):
+    """dp becomes ds = p * (keep * dp - delta), then s keep * p, of p = exp(s - lse); both [m, padded]."""
+    lse, lse_at, lse_step = lse.memory, _place(lse, b, h, row), lse.r_step
+    delta, delta_at, delta_step = delta.memory, _place(delta, b, h, row), delta.r_step
+    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, b, h, row), pairs.threshold
+    hashed = splat(np.uint32(0))
+    for i in range(m):
+        pivot, shift = lse[lse_at + i * lse_step], splat(delta[delta_at + i * delta_step])
+        pivot = splat(pivot if pivot > -np.inf else s.dtype.type(0))
+        for j in range(0, padded, LANES):
+            o = i * _MOST_KEYS + j
+            p, g = exp(load(s, o) - pivot), load(dp, o)
+            if len(row_keys):
+                hashed = pair_hash(splat(row_keys[key_at + i]), counting(np.uint32(column + j)))
+                g = keep_from(g, hashed, splat(threshold))
+                store(s, o, keep_from(p, hashed, splat(threshold)))
+            else:
+                store(s, o, p)
+            store(dp, o, p * (g - shift))
+
+
+@njit(cache=True, nogil=True)
+def _forward(
+    first, last, items, tiles, tile_rows, D, scale, keep, q, k, v, m, l, acc, out, lse, is_first, is_last, pairs
+):  # fmt: skip
+    """Items (b, h, h_end, row, row_end), over all tiles of keys."""
+    dtype, width = q.memory.dtype, _up(D, LANES)
+    one = dtype.type(1)
+    q_t, k_t = np.zeros(D * _MOST_ROWS, dtype), np.zeros(D * _MOST_KEYS, dtype)
+    s, v_rows = np.zeros(_MOST_ROWS * _MOST_KEYS, dtype), np.zeros(_MOST_KEYS * width, dtype)
+    heads = rows = 0
+    for item in range(first, last):
+        heads = max(heads, items[item, 2] - items[item, 1])
+        rows = max(rows, _up(items[item, 4] - items[item, 3], PRODUCT_ROWS))
+    maxima, sums = np.zeros(heads * rows, dtype), np.zeros(heads * rows, dtype)
+    total = np.zeros(heads * rows * width, dtype)
+    for item in range(first, last):
+        b, h, h_end, first_row, end = items[item]
+        maxima[:] = -np.inf
+        sums[:] = 0
+        total[:] = 0
+        if not is_first:
+            for head in range(h, h_end):
+                at, num = (head - h) * rows, end - first_row
+                _copy_rows(m.memory, _place(m, b, head, first_row), m.r_step, num, 1, one, maxima, at, 1)
+                _copy_rows(l.memory, _place(l, b, head, first_row), l.r_step, num, 1, one, sums, at, 1)
+                place = _place(acc, b, head, first_row)
+                _copy_rows(acc.memory, place, acc.r_step, num, D, one, total, at * width, width)
+        for tile in range(len(tiles)):
+            key, column, n = tiles[tile]
+            padded = _up(n, _WIDE)
+            for head in range(h, h_end):
+                _copy_columns(k.memory, _place(k, b, head, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
+                _copy_rows(v.memory, _place(v, b, head, key), v.r_step, n, D, one, v_rows, 0, width)
+                for row in range(first_row, end, tile_rows):
+                    num, at = min(tile_rows, end - row), (head - h) * rows + row - first_row
+                    full = _up(num, PRODUCT_ROWS)
+                    place = _place(q, b, head, row)
+                    _copy_columns(q.memory, place, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
+                    _scores(q_t, k_t, D, full, padded, s)
+                    _add_bias(s, num, n, padded, pairs, b, head, row, column)
+                    _fold_rows(s, num, padded, maxima, sums, at, total, width, pairs, b, head, row, column)
+                    _add_to_rows(s, v_rows, full, n, width, total, at * width)
+        for head in range(h, h_end):
+            for row in range(first_row, end):
+                at, place = (head - h) * rows + row - first_row, _place(lse, b, head, row)
+                if is_last:
+                    lse.memory[place] = maxima[at] + np.log(sums[at])
+                    factor = one / (sums[at] * keep) if sums[at] != 0 else one
+                    _copy_rows(total, at * width, 0, 1, D, factor, out.memory, _place(out, b, head, row), 0)
+                else:
+                    m.memory[_place(m, b, head, row)] = maxima[at]
+                    l.memory[_place(l, b, head, row)] = sums[at]
+                    _copy_rows(total, at * width, 0, 1, D, one, acc.memory, _place(acc, b, head, row), 0)
+
+
+@njit(cache=True)
+def _visit(
+    b, h, first_row, end, keys, part, tile_rows, D, scale, keep_scale, inputs, pairs, sums, d_lanes, of_rows, of_keys,
+    of_pairs,
+):  # fmt: skip
+    """What rows first_row..end of a head and the keys of a tile add to all gradients."""
+    (q, k, v, d_out, lse, delta), (key, column, n) = inputs, keys
+    dq, dk, dv = sums.dq, sums.dk, sums.dv
+    (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp) = of_rows, of_keys, of_pairs
+    one, width, padded = s.dtype.type(1), _up(D, LANES), _up(n, _WIDE)
+    _copy_columns(k.memory, _place(k, b, h, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
+    _copy_columns(v.memory, _place(v, b, h, key), v.r_step, n, D, one, v_t, _MOST_KEYS, padded)
+    _copy_rows(k.memory, _place(k, b, h, key), k.r_step, n, D, scale, k_rows, 0, width)
+    dk_rows[:] = 0
+    dv_rows[:] = 0
+    for row in range(first_row, end, tile_rows):
+        num = min(tile_rows, end - row)
+        full = _up(num, PRODUCT_ROWS)
+        q_at, d_out_at = _place(q, b, h, row), _place(d_out, b, h, row)
+        _copy_columns(q.memory, q_at, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
+        _copy_rows(q.memory, q_at, q.r_step, num, D, scale, q_rows, 0, width)
+        _copy_columns(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_t, _MOST_ROWS, _up(full, LANES))
+        _copy_rows(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows, 0, width)
+        _scores(q_t, k_t, D, full, padded, s)
+        _scores(d_out_t, v_t, D, full, padded, dp)
+        _add_bias(s, num, n, padded, pairs, b, h, row, column)
+        _softmax_backward(s, dp, num, padded, lse, delta, pairs, b, h, row, column)
+        if sums.learned:
+            _add_bias_gradient(dp, num, n, pairs.bias, d_lanes, sums, b, h, row, column)
+        _add_to_keys(s, d_out_rows, num, n, width, dv_rows)
+        _add_to_keys(dp, q_rows, num, n, width, dk_rows)
+        _add_to_rows(dp, k_rows, full, n, width, dq.memory, _place(dq, part, h, row))
+    for j in range(n):
+        dk_at, dv_at = _place(dk, b, h, key + j), _place(dv, b, h, key + j)
+        for d in range(D):
+            dk.memory[dk_at + d] += dk_rows[j * width + d]
+            dv.memory[dv_at + d] += dv_rows[j * width + d]
+
+
+@njit(cache=True, nogil=True)
+def _backward(
+    first, last, items, tiles, tile_rows, most_rows, B, M, D, scale, keep_scale, inputs, pairs, sums, d_learned
+):  # fmt: skip
+    """Items (b, b_end, h, h_end, tile, tile_end, part), over all rows; d_learned [H, R], flat, of a table or weight."""
+    dtype, width, num_learned = d_learned.dtype, _up(D, LANES), pairs.bias.at.num_learned
+    of_rows = (np.zeros(_MOST_ROWS * width, dtype), np.zeros(_MOST_ROWS * width, dtype),
+               np.zeros(_MOST_ROWS * width, dtype), np.zeros(_MOST_ROWS * width, dtype))  # fmt: skip
+    # a product reads and writes up to a multiple of its rows
+    room = (_MOST_KEYS + PRODUCT_ROWS) * width
+    of_keys = (np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype),
+               np.zeros(room, dtype))  # fmt: skip
+    room = _MOST_ROWS * _MOST_KEYS + PRODUCT_ROWS
+    of_pairs = np.zeros(room, dtype), np.zeros(room, dtype)
+    d_lanes = np.zeros(LANES * num_learned, dtype)
+    for item in range(first, last):
+        b_first, b_end, h, h_end, tile_first, tile_end, part = items[item]
+        for b in range(b_first, b_end):
+            for row in range(0, M, most_rows):
+                for tile in range(tile_first, tile_end):
+                    for head in range(h, h_end):
+                        keys = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+                        _visit(
+                            b, head, row, min(row + most_rows, M), keys, part * B + b, tile_rows, D, scale, keep_scale,
+                            inputs, pairs, sums, d_lanes, of_rows, of_keys, of_pairs,
+                        )  # fmt: skip
+                        _add_lanes(d_lanes, num_learned, d_learned, head * num_learned)
+
+
+def _even(length: int, most: int, multiple: int) -> int:
+    """The size of as few parts as there can be, about equal, of at most ``most``."""
+    size = math.ceil(length / math.ceil(length / most))
+    return min(most, _up_to(size, multiple))
+
+
+def _up_to(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def _parts(length: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _tiles(step: Step) -> np.ndarray:
+    """(first key, first column, keys) of every tile; none straddles a segment."""
+    tiles = [
+        (key + start, column + start, end - start)
+        for key, column, length in step.segments
+        if length
+        for start, end in _parts(length, _even(length, TILE_KEYS, _WIDE))
+    ]
+    return np.array(tiles, np.int64).reshape(-1, 3)
+
+
+def _tile_rows(M: int) -> tuple[int, int]:
+    """Rows of a tile, and of those that some keys visit before the next: all heads find their bias in the cache."""
+    most = 2 * TILE_ROWS
+    return _even(min(M, most), TILE_ROWS, PRODUCT_ROWS), most
+
+
+def _items(*axes: Iterable[tuple[int, ...]]) -> np.ndarray:
+    """Every combination, in order, as one row of numbers."""
+    return np.array([list(itertools.chain(*item)) for item in itertools.product(*axes)], np.int64)
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """x, or a tensor like it whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> _Pairs:
+    keys = None
     if step.dropout_key is not None:
-        buffers += 2  # the hash and its shifted copy, on other devices than a CPU
-    # the data of the bias is shared by the heads
-    data = {"bucket": 1, "projected": 0 if step.data is None else step.data.shape[1]}.get(step.form, 0)
-    area = max(ELEMENTS_PER_THREAD * torch.get_num_threads() // (buffers * heads + data), 1)
-    side = 1 << (area.bit_length() - 1) // 2  # square tiles read the fewest rows of q and k per score
-    tile_keys = max(min(max(length for _, _, length in step.segments), side), 1)
-    tile_rows = max(min(rows, area // tile_keys), 1)
-    return max(min(batch, area // (tile_keys * tile_rows)), 1), tile_rows, tile_keys
-
-
-def _row_tiles(step: Step, q: Tensor, sizes: tuple[int, int, int]) -> Iterator[tuple[slice, slice, list[_Tile]]]:
-    """Sequences, query rows and their tiles of keys; a tile never straddles a segment."""
-    tile_batch, tile_rows, tile_keys = sizes
-    for batch in _chunks(q.shape[0], tile_batch):
-        for rows in _chunks(q.shape[2], tile_rows):
-            tiles = [
-                _Tile(batch, rows, _shifted(part, key_start), _shifted(part, column_start))
-                for key_start, column_start, length in step.segments
-                for part in _chunks(length, tile_keys)
-            ]
-            yield batch, rows, tiles
-
-
-def _part(x: Tensor, batch: slice, rows: slice) -> Tensor:
-    """Some rows of x [B, H, N, ...], as [b * H, n, ...]."""
-    return x[batch, :, rows].flatten(0, 1)
-
-
-def _whole(x: Tensor, batch: slice) -> Tensor:
-    """[b * H, ...] as [b, H, ...]."""
-    return x.unflatten(0, (_length(batch), -1))
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for batches of matrices."""
-    return torch.bmm(b.mT, a.mT).mT if b.shape[-1] < _NARROW else torch.bmm(a, b)
-
-
-def _per_batch(tensor: Tensor, batch: slice) -> Tensor:
-    """These sequences, of a tensor whose batch axis may have size 1."""
-    return tensor if tensor.shape[0] == 1 else tensor[batch]
-
-
-def _bias_data(step: Step, tile: _Tile, dtype: torch.dtype) -> Tensor | None:
-    """index int64 [b, 1, m * n] or channels [b, C, m * n], without a copy where all sequences share them."""
-    if step.data is None:
-        return None
-    data = _per_batch(step.data, tile.batch)[..., tile.rows, tile.columns].flatten(-2)
-    data = data.long().unsqueeze(1) if step.form == "bucket" else data.to(dtype)
-    return data.expand(_length(tile.batch), -1, -1)
-
-
-def _set_to_bias(s: Tensor, step: Step, tile: _Tile, data: Tensor | None, table: Tensor | None) -> None:
-    """Write the bias of a tile into s [b, H, m, n]."""
-    assert step.learned is not None
-    if data is None:
-        s.copy_(_per_batch(step.learned, tile.batch)[:, :, tile.rows, tile.columns])
-    elif table is None:
-        torch.bmm(step.learned.to(s.dtype).expand(len(s), -1, -1), data, out=s.flatten(2))
-    else:
-        torch.gather(table.expand(len(s), -1, -1), 2, data.expand(-1, len(table), -1), out=s.flatten(2))
-
-
-def _table(step: Step, dtype: torch.dtype) -> Tensor | None:
-    """Of buckets, with a column for masked pairs."""
-    return masked_table(step.learned.to(dtype)) if step.form == "bucket" and step.learned is not None else None
-
-
-def _scores(
-    step: Step, tile: _Tile, q: Tensor, k: Tensor, data: Tensor | None, table: Tensor | None, buffer: Tensor
-) -> Tensor:
-    """scale * q k^T + b of one tile [b * H, m, n] in the buffer, -inf where masked."""
-    s = _tile_of(buffer, q, k)
-    if step.form != "none":
-        _set_to_bias(_whole(s, tile.batch), step, tile, data, table)
-    s.baddbmm_(q, k.mT, beta=float(step.form != "none"), alpha=step.scale)
-    for mask in _masks(step, tile):
-        # adding 0 or -inf is several times faster on a CPU than masked_fill_ over all heads
-        _whole(s, tile.batch).add_(s.new_zeros(mask.shape).masked_fill_(mask, -torch.inf))
-    return s
-
-
-def _masks(step: Step, tile: _Tile) -> Iterator[Tensor]:
-    """What is masked beside the bias, bool [b or 1, 1, m or 1, n]."""
-    if step.bias_mask is not None:
-        yield _per_batch(step.bias_mask, tile.batch)[:, None, tile.rows, tile.columns]
-    if step.key_padding_mask is not None:
-        yield step.key_padding_mask[tile.batch, None, None, tile.columns]
-
-
-def _tile_of(buffer: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Room for a value per pair of q [b * H, m, D] and k [b * H, n, D]."""
-    shape = (*q.shape[:2], k.shape[1])
-    return buffer[: math.prod(shape)].view(shape)
-
-
-def _exp_difference_(s: Tensor, pivot: Tensor) -> Tensor:
-    """exp(s - pivot) in place, pivot [b * H, m]; the base changes where numbers are small, which loses no digits."""
-    return s.sub_(pivot.unsqueeze(-1)).mul_(_LOG2E).clamp_min_(_UNDERFLOW).exp2_()
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """0 for a row that has met no valid key: a finite pivot avoids (-inf) - (-inf)."""
-    return lse.masked_fill(lse == -torch.inf, 0.0)
-
-
-def _row_keys(step: Step, q: Tensor) -> Tensor | None:
-    """Dropout keys of all rows, int32 [B, H, M]."""
-    if step.dropout_key is None:
-        return None
-    row_ids = torch.arange(q.shape[2], device=q.device) if step.row_ids is None else step.row_ids
-    return row_keys(step.dropout_key, q.shape[1], row_ids)
+        row_ids = torch.arange(q.shape[2]) if step.row_ids is None else step.row_ids
+        keys = row_keys(step.dropout_key, q.shape[1], row_ids).contiguous()
+    of_rows = plane(keys, torch.int32)
+    of_rows = of_rows._replace(memory=of_rows.memory.view(np.uint32))
+    padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
+    threshold = np.uint32(dropout_threshold(step.dropout_p))
+    return _Pairs(bias_arrays(step, compute), padding.contiguous().numpy(), of_rows, threshold)
 
 
 def attention_step(
@@ -195,47 +479,32 @@ def attention_step(
 ) -> None:
     """Fold the visiting keys into the state; the last step writes ``out`` and ``lse`` instead.
 
-    q [B, H, M, D]; k, v [B, H, n, D]; m, l [B, H, M] and acc [B, H, M, D] in fp32 or fp64, read unless ``first``,
-    written unless ``last``; out [B, H, M, D] in q's dtype, lse [B, H, M].
+    q [B, H, M, D]; k, v [B, H, n, D]; m, l [B, H, M] and acc [B, H, M, D] in fp32 or fp64, contiguous, read unless
+    ``first``, written unless ``last``; out [B, H, M, D] in q's dtype, lse [B, H, M].
     """
     compute = torch.promote_types(q.dtype, torch.float32)
-    table, row_key = _table(step, compute), _row_keys(step, q)
-    q, k, v = q.to(compute), k.to(compute), v.to(compute)
-    sizes = _tile_sizes(step, *q.shape[:3], buffers=1)
-    buffer = q.new_empty(q.shape[1] * math.prod(sizes))
-    for batch, rows, tiles in _row_tiles(step, q, sizes):
-        q_t = _part(q, batch, rows)
-        state = None
-        if not first:
-            assert m is not None and l is not None and acc is not None
-            state = _State(*(_part(x, batch, rows).clone() for x in (m, l, acc)))
-        for tile in tiles:
-            data = _bias_data(step, tile, compute)
-            s = _scores(step, tile, q_t, _part(k, batch, tile.keys), data, table, buffer)
-            m_new = s.amax(dim=-1) if state is None else torch.maximum(state.m, s.amax(dim=-1))
-            pivot = _finite(m_new)
-            p = _exp_difference_(s, pivot)
-            l_new = p.sum(dim=-1)
-            if row_key is not None:
-                drop_(p, _part(row_key, batch, rows), step.dropout_p, tile.columns.start)
-            acc_new = _matmul(p, _part(v, batch, tile.keys))
-            if state is not None:
-                rescale = (state.m - pivot).exp_()
-                l_new += state.l * rescale
-                acc_new += state.acc * rescale.unsqueeze(-1)
-            state = _State(m_new, l_new, acc_new)
-        if state is None:  # the first step brings no keys
-            zeros = torch.zeros_like(q_t)
-            state = _State(zeros[..., 0] - torch.inf, zeros[..., 0], zeros)
-        at = (batch, slice(None), rows)
-        if last:
-            assert out is not None and lse is not None
-            normaliser = state.l if row_key is None else state.l * (1.0 - step.dropout_p)
-            out[at] = _whole(state.acc / normaliser.masked_fill(state.l == 0.0, 1.0).unsqueeze(-1), batch)
-            lse[at] = _whole(state.m + state.l.log(), batch)
-        else:
-            assert m is not None and l is not None and acc is not None
-            m[at], l[at], acc[at] = (_whole(x, batch) for x in state)
+    number = torch.empty(0, dtype=compute).numpy().dtype.type
+    (B, H, M, D), tiles = q.shape, _tiles(step)
+    given = out
+    if out is not None:
+        out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
+    planes = [plane(x.to(compute), compute) for x in (q, k, v)]
+    planes += [plane(x, compute) for x in (m, l, acc, out, lse)]
+    pairs = _pairs(step, q, compute)
+    keep = 1.0 if step.dropout_key is None else 1.0 - step.dropout_p
+    tile_rows, most_rows = _tile_rows(M)
+    rows = _parts(M, most_rows)
+    groups = math.ceil(2 * CHUNKS * torch.get_num_threads() / (B * len(rows)))
+    items = _items(((b,) for b in range(B)), _parts(H, math.ceil(H / groups)), rows)
+    costs = (items[:, 2] - items[:, 1]) * (items[:, 4] - items[:, 3]) * max(int(tiles[:, 2].sum()), 1)
+
+    def run(_: int, start: int, end: int) -> None:
+        scale = number(step.scale)
+        _forward(start, end, items, tiles, tile_rows, D, scale, number(keep), *planes, first, last, pairs)
+
+    in_threads(run, costs, _SCORES_PER_THREAD)
+    if given is not None and out is not None and given is not out:
+        given.copy_(out)
 
 
 def attention_step_backward(
@@ -259,50 +528,57 @@ def attention_step_backward(
     heads share is written instead.
     """
     compute = dq.dtype
-    table, row_key = _table(step, compute), _row_keys(step, q)
-    q, k, v, d_out = q.to(compute), k.to(compute), v.to(compute), d_out.to(compute)
+    number = torch.empty(0, dtype=compute).numpy().dtype.type
+    (B, H, M, D), tiles = q.shape, _tiles(step)
+    if len(tiles) == 0:
+        return
+    dense = d_learned if step.form == "dense" else None
+    given = {"dk": dk, "dv": dv} | ({} if dense is None else {"dense": dense})
+    sums = {name: _contiguous_rows(x.to(compute)) for name, x in given.items()}
+    items, costs = _backward_items(B, H, M, tiles, dense)
+    # each part of the keys has a dq of its own, or their order would decide the last digits
+    num_parts = int(items[:, -1].max()) + 1
+    dq_shares = torch.zeros(num_parts * B, H, _up_to(M, PRODUCT_ROWS), _up_to(D, LANES), dtype=compute)
+    pairs = _pairs(step, q, compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
-    sizes = _tile_sizes(step, *q.shape[:3], buffers=2)
-    buffers = q.new_empty(2, q.shape[1] * math.prod(sizes))
-    pivot = _finite(lse)
-    for batch, rows, tiles in _row_tiles(step, q, sizes):
-        q_t, d_out_t = _part(q, batch, rows), _part(d_out, batch, rows)
-        pivot_t, delta_t = _part(pivot, batch, rows), _part(delta, batch, rows)
-        for tile in tiles:
-            k_t, v_t = _part(k, batch, tile.keys), _part(v, batch, tile.keys)
-            data = _bias_data(step, tile, compute)
-            p = _exp_difference_(_scores(step, tile, q_t, k_t, data, table, buffers[0]), pivot_t)
-            dp = _tile_of(buffers[1], q_t, k_t).baddbmm_(d_out_t, v_t.mT, beta=0.0, alpha=keep_scale)
-            if row_key is None:
-                ds = dp.sub_(delta_t.unsqueeze(-1)).mul_(p)
-            else:
-                ds = dp
-                softmax_backward_(ds, p, delta_t, _part(row_key, batch, rows), step.dropout_p, tile.columns.start)
-            _add(dv, tile.batch, tile.keys, _matmul(p.mT, d_out_t), keep_scale)
-            _add(dq, tile.batch, tile.rows, _matmul(ds, k_t), step.scale)
-            _add(dk, tile.batch, tile.keys, _matmul(ds.mT, q_t), step.scale)
-            if d_learned is not None:
-                _add_bias_gradient(step, tile, _whole(ds, tile.batch), data, d_learned, planes=q.shape[:2])
+    inputs = tuple(plane(x.to(compute), compute) for x in (q, k, v, d_out, lse, delta))
+    outputs = _Sums(
+        dq=plane(dq_shares, compute),
+        dk=plane(sums["dk"], compute),
+        dv=plane(sums["dv"], compute),
+        dense=plane(sums.get("dense"), compute),
+        dense_added=dense is not None and dense.shape[:2] != (B, H),
+        learned=d_learned is not None,
+    )
+    d_tables = np.zeros((CHUNKS * torch.get_num_threads(), len(pairs.bias.learned)), number)
+    tile_rows, most_rows = _tile_rows(M)
+
+    def run(chunk: int, start: int, end: int) -> None:
+        _backward(
+            start, end, items, tiles, tile_rows, most_rows, B, M, D, number(step.scale), number(keep_scale), inputs,
+            pairs, outputs, d_tables[chunk],
+        )  # fmt: skip
+
+    in_threads(run, costs, _SCORES_PER_THREAD)
+    dq += dq_shares.unflatten(0, (num_parts, B)).sum(dim=0)[:, :, :M, :D]
+    if d_learned is not None and dense is None:
+        d_learned += torch.from_numpy(d_tables.sum(axis=0)).view(H, -1)[:, : d_learned.shape[1]]
+    for name, x in given.items():
+        if x is not sums[name]:
+            x.copy_(sums[name])
 
 
-def _add(total: Tensor, batch: slice, rows: slice, share: Tensor, factor: float) -> None:
-    """Add factor * share [b * H, n, D] to these rows of total [B, H, N, D]."""
-    total[batch, :, rows].add_(_whole(share, batch), alpha=factor)
+def _backward_items(B: int, H: int, M: int, tiles: np.ndarray, dense: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    """(b, b_end, h, h_end, tile, tile_end, part of the keys) of every item, and its scores.
 
-
-def _add_bias_gradient(
-    step: Step, tile: _Tile, ds: Tensor, data: Tensor | None, d_learned: Tensor, *, planes: torch.Size
-) -> None:
-    """Add one tile's share, from ds [b, H, m, n]; ``planes``: sequences and heads of all tiles."""
-    if data is None:
-        region = _per_batch(d_learned, tile.batch)[:, :, tile.rows, tile.columns]
-        if d_learned.shape[:2] == planes:  # no other tile has a share in it
-            region.copy_(ds)
-        else:
-            region += ds.sum_to_size(region.shape)
-    elif step.form == "projected":
-        d_learned += torch.bmm(ds.flatten(2), data.mT).sum(dim=0)
-    else:
-        sums = ds.new_zeros(*ds.shape[:2], MASKED_BUCKET + 1)
-        sums.scatter_add_(2, data.expand(-1, ds.shape[1], -1), ds.flatten(2))
-        d_learned += sums[..., : d_learned.shape[1]].sum(dim=0)
+    Two items for each thread: of several heads, which share the data of the bias, and of a part of the keys. Whoever
+    shares a dense plane is in one item.
+    """
+    batches = [(0, B)] if dense is not None and len(dense) < B else _parts(B, 1)
+    wanted = math.ceil(2 * torch.get_num_threads() / len(batches))
+    groups = 1 if dense is not None and dense.shape[1] < H else min(math.ceil(math.sqrt(wanted)), H)
+    heads = _parts(H, math.ceil(H / groups))
+    parts = _parts(len(tiles), math.ceil(len(tiles) / math.ceil(wanted / len(heads))))
+    keys = np.array([tiles[start:end, 2].sum() for start, end in parts])
+    items = _items(batches, heads, [(*part, i) for i, part in enumerate(parts)])
+    return items, (items[:, 1] - items[:, 0]) * (items[:, 3] - items[:, 2]) * keys[items[:, 6]] * M

@@ -40,24 +40,3 @@ def drop(x, row_keys, threshold, scale, out):
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
             out[row, column] = x[row, column] * scale if _hash(row_keys[row], column) >= threshold else zero
-
-
-@njit(cache=True, nogil=True)
-def drop_(p, row_keys, first_column, threshold):
-    """0 where dropped, in p [R, N] itself."""
-    for row in range(p.shape[0]):
-        for column in range(p.shape[1]):
-            if _hash(row_keys[row], first_column + column) < threshold:
-                p[row, column] = 0
-
-
-@njit(cache=True, nogil=True)
-def softmax_backward_(dp, p, delta, row_keys, first_column, threshold):
-    """ds = p * (dp - delta) in dp [R, N], where dp counts as 0 if dropped, and 0 where dropped in p."""
-    zero = p.dtype.type(0)
-    for row in range(p.shape[0]):
-        for column in range(p.shape[1]):
-            kept = _hash(row_keys[row], first_column + column) >= threshold
-            probability = p[row, column]
-            dp[row, column] = probability * ((dp[row, column] if kept else zero) - delta[row])
-            p[row, column] = probability if kept else zero

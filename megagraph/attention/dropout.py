@@ -9,7 +9,6 @@ they run in int32, whose products and sums wrap to the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
@@ -79,64 +78,15 @@ def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:
     return hashed.bitwise_xor_(sign).ge_(dropout_threshold(p) + sign)
 
 
-def _compiled_loops(x: Tensor) -> ModuleType | None:
-    """``megagraph.attention.compiled`` where it takes x: fp32 and fp64 on a CPU."""
-    return _compiled() if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) else None
-
-
 def _compiled() -> ModuleType:
     from megagraph.attention import compiled  # Numba takes a second to import
 
     return compiled
 
 
-def _in_threads(run: Callable[[int, int, int], None], rows: np.ndarray) -> None:
-    """run(_, first, last) for parts of rows [R, N]."""
-    in_threads(run, np.full(len(rows), rows.shape[1]), _NUMBERS_PER_THREAD)
-
-
 def _unsigned(keys: Tensor) -> np.ndarray:
     """int32 [...] as the compiled loops take them, uint32 [R]."""
     return keys.flatten().numpy().view(np.uint32)
-
-
-def _kept(x: Tensor, row_key: Tensor, p: float, first_column: int = 0) -> Tensor:
-    """``keep_mask`` of x [..., N], in its dtype."""
-    columns = torch.arange(first_column, first_column + x.shape[-1], device=x.device)
-    return keep_mask(row_key, columns, p).to(x.dtype)
-
-
-def drop_(p: Tensor, row_key: Tensor, dropout_p: float, first_column: int) -> None:
-    """Write 0 into p [..., N], contiguous, where dropped; the columns are ``first_column`` and the next ones."""
-    loops = _compiled_loops(p)
-    if loops is None:
-        p *= _kept(p, row_key, dropout_p, first_column)
-    else:
-        rows, keys, threshold = p.flatten(0, -2).numpy(), _unsigned(row_key), np.uint32(dropout_threshold(dropout_p))
-
-        def run(_: int, first: int, last: int) -> None:
-            loops.drop_(rows[first:last], keys[first:last], first_column, threshold)
-
-        _in_threads(run, rows)
-
-
-def softmax_backward_(
-    dp: Tensor, p: Tensor, delta: Tensor, row_key: Tensor, dropout_p: float, first_column: int
-) -> None:
-    """dp becomes ds = p * (keep * dp - delta), then p becomes keep * p; both [..., N], contiguous, delta [...]."""
-    loops = _compiled_loops(p)
-    if loops is None:
-        keep = _kept(p, row_key, dropout_p, first_column)
-        dp.mul_(keep).sub_(delta.unsqueeze(-1)).mul_(p)
-        p *= keep
-    else:
-        threshold = np.uint32(dropout_threshold(dropout_p))
-        of_rows = (*(x.flatten(0, -2).numpy() for x in (dp, p)), delta.flatten().numpy(), _unsigned(row_key))
-
-        def run(_: int, first: int, last: int) -> None:
-            loops.softmax_backward_(*(x[first:last] for x in of_rows), first_column, threshold)
-
-        _in_threads(run, of_rows[0])
 
 
 def hidden_dropout(
@@ -164,17 +114,16 @@ def hidden_dropout(
 def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
     """x [..., d] without what row_key int32 [...] drops; its gradient is the same dropout of d_out."""
     scale = 1.0 / (1.0 - p)
-    loops = _compiled_loops(x)
-    if loops is None or x.numel() == 0:
-        return _kept(x, row_key, p).mul_(x).mul_(scale)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or x.numel() == 0:
+        return keep_mask(row_key, torch.arange(x.shape[-1], device=x.device), p).to(x.dtype).mul_(x).mul_(scale)
+    loops, out = _compiled(), torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, kept = (tensor.detach().reshape(-1, x.shape[-1]).numpy() for tensor in (x, out))
     keys, threshold, factor = _unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale)
 
     def run(_: int, first: int, last: int) -> None:
         loops.drop(rows[first:last], keys[first:last], threshold, factor, kept[first:last])
 
-    _in_threads(run, rows)
+    in_threads(run, np.full(len(rows), rows.shape[1]), _NUMBERS_PER_THREAD)
     return out
 
 

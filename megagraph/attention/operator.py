@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from megagraph.attention import blocked, reference
+from megagraph.attention import reference
 from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
@@ -119,7 +119,7 @@ def make_step(
 def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, impl: Impl) -> tuple[Tensor, Tensor]:
     """out and lse with all keys on one rank; differentiable."""
     if impl == "reference":
-        with _exact(q):
+        with torch.autocast(q.device.type, enabled=False):  # every product in the dtype that was chosen for it
             return reference.biased_attention(
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
             )
@@ -219,8 +219,9 @@ def _run_step(step: Step, impl: str, q: Tensor, k: Tensor, v: Tensor, **state: A
 
         launch_step_fwd(q, k, v, **vars(step), **state, path=_path(impl))
     else:
-        with _exact(q):
-            blocked.attention_step(step, q, k, v, **state)
+        from megagraph.attention import blocked  # Numba takes a second to import
+
+        blocked.attention_step(step, q, k, v, **state)
 
 
 def _path(impl: str) -> str | None:
@@ -238,8 +239,9 @@ def _run_step_backward(
 
         launch_step_bwd(q, k, v, **vars(step), **gradients, accumulate=accumulate, path=_path(impl))
     else:
-        with _exact(q):
-            blocked.attention_step_backward(step, q, k, v, **gradients)
+        from megagraph.attention import blocked
+
+        blocked.attention_step_backward(step, q, k, v, **gradients)
 
 
 @torch.library.custom_op("megagraph::biased_attention", mutates_args=())
@@ -423,11 +425,6 @@ def learned_gradient(form: str, q: Tensor, learned: Tensor) -> Tensor:
     return torch.zeros_like(learned, dtype=state_dtype(q))
 
 
-def _exact(q: Tensor) -> torch.autocast:
-    """No autocast: the torch implementations choose the dtype of every product themselves."""
-    return torch.autocast(q.device.type, enabled=False)
-
-
 def state_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
@@ -447,6 +444,8 @@ def choose_impl(impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, r
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
+    elif impl.startswith("blocked") and q.device.type not in ("cpu", "meta"):
+        reasons.append(f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device")
     if impl.endswith("_short") and ring:
         long = impl.removesuffix("_short")
         reasons.append(f"it needs all keys on one rank, not in a ring; use impl={long!r}")

@@ -10,6 +10,7 @@ The numbers are those of the other implementations: the same dropout, bit for bi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +18,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.bias import masked_table
-from megagraph.attention.compiled import GOLDEN, MUL_1, MUL_2
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, Bias, bias_arrays, memory, mix32, pair_hash, plane
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
     LANES,
@@ -37,62 +37,16 @@ from megagraph.attention.packing import Rows
 from megagraph.attention.step import Step
 from megagraph.attention.threads import CHUNKS, in_threads
 
-_16, _13 = np.uint32(16), np.uint32(13)
 _ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before
-_FORMS = {"none": 0, "bucket": 1, "projected": 2, "dense": 3}
-_BUCKET, _PROJECTED, _DENSE = 1, 2, 3
 _SCORES_PER_THREAD = 1 << 15
 _ROWS_IN_A_SUM = 32
-
-
-class _Plane(NamedTuple):
-    """A tensor [B, H, R, width], the width's numbers side by side, as its memory and the steps of its axes."""
-
-    memory: np.ndarray
-    b_step: int
-    h_step: int
-    r_step: int
-
-
-class _Bias(NamedTuple):
-    """What makes the bias of a row; what another form needs is empty."""
-
-    buckets: np.ndarray  # uint8, the memory of [B, M, N]
-    channels: np.ndarray  # float32, the memory of [B, C, M, N]
-    learned: np.ndarray  # float32 [G, 256 or C, 8], flat: table or weight of a group's heads
-    dense: np.ndarray  # float32, the memory of [B, H, M, N]
-    mask: np.ndarray  # bool, the memory of [B, M, N], True = masked
-    at: _Steps
-
-
-class _Steps(NamedTuple):
-    """Where in these arrays, and how many channels."""
-
-    form: int
-    b: int
-    c: int
-    m: int
-    num_channels: int
-    group: int  # of ``learned``
-    dense_b: int
-    dense_h: int
-    dense_m: int
-    mask_b: int
-    mask_m: int
 
 
 class _Dropout(NamedTuple):
     keys: np.ndarray  # uint32 [B], or none
     threshold: np.uint32
     scale: np.float32  # 1 / (1 - p)
-
-
-@njit(cache=True)
-def _mix32(h):
-    h = (h ^ (h >> splat(_16))) * splat(MUL_1)
-    h = (h ^ (h >> splat(_13))) * splat(MUL_2)
-    return h ^ (h >> splat(_16))
 
 
 @njit(cache=True)
@@ -195,18 +149,18 @@ def _side_by_side(slots, first, n):
 @njit(cache=True)
 def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, group, heads, slots, first, n):
     """The bias of a row's n keys into s; -inf where masked."""
-    at, learned_at = b * steps.b + row * steps.m, group * steps.group
-    if steps.form == _BUCKET:
+    at, learned_at = b * steps.b + row * steps.m, group * LANES * steps.num_learned
+    if steps.form == BUCKET:
         for j in range(n):
             store(s, LANES * j, load(learned, learned_at + LANES * np.intp(buckets[at + slots[first + j]])))
-    elif steps.form == _PROJECTED:
+    elif steps.form == PROJECTED:
         for j in range(n):
             here, sum_ = at + slots[first + j], splat(_ZERO)
-            for c in range(steps.num_channels):
+            for c in range(steps.num_learned):
                 channel = splat(channels[here + c * steps.c])
                 sum_ = multiply_add(load(learned, learned_at + LANES * c), channel, sum_)
             store(s, LANES * j, sum_)
-    elif steps.form == _DENSE:
+    elif steps.form == DENSE:
         at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
         if _side_by_side(slots, first, n):
             _gather(dense, at + slots[first], steps.dense_h, heads, n, s, 0)
@@ -226,17 +180,17 @@ def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, grou
 def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, group, heads, slots, first, n):
     """Add a row's share to the table or weight of its group, or write it into the dense plane."""
     at = b * steps.b + row * steps.m
-    if steps.form == _BUCKET:
+    if steps.form == BUCKET:
         for j in range(n):
             bucket = LANES * np.intp(buckets[at + slots[first + j]])
             store(d_table, bucket, load(d_table, bucket) + load(ds, LANES * j))
-    elif steps.form == _PROJECTED:
-        for c in range(steps.num_channels):
+    elif steps.form == PROJECTED:
+        for c in range(steps.num_learned):
             here, sum_ = at + c * steps.c, splat(_ZERO)
             for j in range(n):
                 sum_ = multiply_add(load(ds, LANES * j), splat(channels[here + slots[first + j]]), sum_)
             store(d_table, LANES * c, load(d_table, LANES * c) + sum_)
-    elif steps.form == _DENSE:
+    elif steps.form == DENSE:
         at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
         if _side_by_side(slots, first, n):
             _scatter(ds, 0, heads, n, d_dense, at + slots[first], steps.dense_h)
@@ -283,12 +237,7 @@ def _padded(size):
 def _head_keys(key, group):
     """A sequence's key with each head of the group folded in."""
     head = np.arange(LANES * group, LANES * (group + 1)).astype(np.uint32)
-    return _mix32(splat(key) ^ load(head, 0))
-
-
-@njit(cache=True)
-def _hash(row_key, column):
-    return _mix32(row_key ^ splat(np.uint32(np.uint32(column) * GOLDEN)))
+    return mix32(splat(key) ^ load(head, 0))
 
 
 @njit(cache=True, nogil=True)
@@ -329,9 +278,9 @@ def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys
 
                 m, l = _exponentials(s, n)
                 if dropped:
-                    row_key = _mix32(head_key ^ splat(np.uint32(slot)))
+                    row_key = mix32(head_key ^ splat(np.uint32(slot)))
                     for j in range(n):
-                        hashed = _hash(row_key, slots[at + j])
+                        hashed = pair_hash(row_key, splat(np.uint32(slots[at + j])))
                         store(s, LANES * j, keep_from(load(s, LANES * j), hashed, splat(threshold)))
                 _combine(s, v_t, n, width, splat(dropout_scale) / not_zero(l), out_t)
                 _scatter(out_t, 0, heads, D, out, b * out_b + head * out_h + row * out_r, out_h)
@@ -361,13 +310,14 @@ def _backward(
     (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
     buckets, channels, learned, dense, mask, steps = bias
     dropout_keys, threshold, dropout_scale = dropout
+    of_group = LANES * steps.num_learned
     size, width = _padded(_longest(key_start, first, last)), _padded(D)
     k_t, v_t = np.zeros(LANES * size * width, np.float32), np.zeros(LANES * size * width, np.float32)
     dk_t, dv_t = np.empty(LANES * size * width, np.float32), np.empty(LANES * size * width, np.float32)
     q_t, d_out_t = np.zeros(LANES * width, np.float32), np.zeros(LANES * width, np.float32)
     dq_t, state = np.empty(LANES * width, np.float32), np.zeros(LANES, np.float32)
     s, dp = np.zeros(LANES * size, np.float32), np.zeros(LANES * size, np.float32)
-    kept, d_table = np.zeros(LANES * size, np.float32), np.zeros(steps.group, np.float32)
+    kept, d_table = np.zeros(LANES * size, np.float32), np.zeros(of_group, np.float32)
     head_key = row_key = splat(np.uint32(0))
     dropped = len(dropout_keys) > 0
     for b in range(first, last):
@@ -398,12 +348,12 @@ def _backward(
                     _gather(d_lse, b * d_lse_b + head * d_lse_h + row * d_lse_r, d_lse_h, heads, 1, state, 0)
                     delta = delta - load(state, 0)
                 if dropped:
-                    row_key = _mix32(head_key ^ splat(np.uint32(slot)))
+                    row_key = mix32(head_key ^ splat(np.uint32(slot)))
                 for j in range(n):
                     p, dp_j = load(s, LANES * j) * inverse, load(dp, LANES * j)
                     store(s, LANES * j, p)
                     if dropped:
-                        hashed = _hash(row_key, slots[at + j])
+                        hashed = pair_hash(row_key, splat(np.uint32(slots[at + j])))
                         p = keep_from(p, hashed, splat(threshold)) * splat(dropout_scale)
                         dp_j = keep_from(dp_j, hashed, splat(threshold)) * splat(dropout_scale)
                         store(dp, LANES * j, dp_j)
@@ -422,29 +372,12 @@ def _backward(
                     )
                     # a sum of short sums loses fewer digits than one long sum
                     if (i + 1 - query_start[b]) % _ROWS_IN_A_SUM == 0 or i + 1 == query_start[b + 1]:
-                        _add(d_table, steps.group, d_learned, group * steps.group)
-                        _fill(d_table, steps.group, _ZERO)
+                        _add(d_table, of_group, d_learned, group * of_group)
+                        _fill(d_table, of_group, _ZERO)
             for j in range(n):
                 row = key_at[at + j]
                 _scatter(dk_t, LANES * width * j, heads, D, dk, b * dk_b + head * dk_h + row * dk_r, dk_h)
                 _scatter(dv_t, LANES * width * j, heads, D, dv, b * dv_b + head * dv_h + row * dv_r, dv_h)
-
-
-_EMPTY = np.empty(0, np.float32)
-_NO_PLANE = _Plane(_EMPTY, 0, 0, 0)
-
-
-def _memory(x: Tensor) -> np.ndarray:
-    """All that a tensor spans, from its first element on."""
-    span = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    return x.detach().as_strided((span,), (1,)).numpy()
-
-
-def _plane(x: Tensor) -> _Plane:
-    """x [B, H, R, width], or [B, H, R] for a width of 1; inputs only where the width's numbers are apart."""
-    x = x.unsqueeze(-1) if x.ndim == 3 else x
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    return _Plane(_memory(x), x.stride(0) * (x.shape[0] > 1), x.stride(1), x.stride(2))
 
 
 def _side_by_side_as(x: Tensor) -> Tensor:
@@ -456,37 +389,15 @@ def _num_groups(heads: int) -> int:
     return -(-heads // LANES)
 
 
-def _by_lanes(learned: Tensor) -> np.ndarray:
-    """[H, R] -> [G, R, 8], flat."""
-    heads, size = learned.shape
-    lanes = learned.new_zeros(_num_groups(heads) * LANES, size)
-    lanes[:heads] = learned
-    return lanes.view(-1, LANES, size).transpose(1, 2).contiguous().numpy().reshape(-1)
-
-
-def _bias(step: Step, heads: int) -> _Bias:
-    buckets, channels, learned, dense, mask = np.empty(0, np.uint8), _EMPTY, _EMPTY, _NO_PLANE, np.empty(0, bool)
-    steps, num_channels, width, mask_steps = (0, 0, 0), 0, 0, (0, 0)
-    if step.form in ("bucket", "projected"):
-        assert step.data is not None and step.learned is not None
-        data = step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(torch.float32)
-        data = data if data.stride(-1) == 1 else data.contiguous()
-        steps = (data.stride(0) * (data.shape[0] > 1), data.stride(1), data.stride(2))
-        table = step.learned.detach().to(torch.float32)
-        if step.form == "bucket":
-            buckets = _memory(data)
-            table = masked_table(table)
-        else:
-            channels, num_channels = _memory(data), data.shape[1]
-        learned, width = _by_lanes(table), table.shape[1]
-    elif step.form == "dense":
-        assert step.learned is not None
-        dense = _plane(step.learned.contiguous())  # its gradient has the same steps
-    if step.bias_mask is not None:
-        given = step.bias_mask if step.bias_mask.stride(-1) == 1 else step.bias_mask.contiguous()
-        mask, mask_steps = _memory(given), (given.stride(0) * (given.shape[0] > 1), given.stride(1))
-    at = _Steps(_FORMS[step.form], *steps, num_channels, LANES * width, *dense[1:], *mask_steps)
-    return _Bias(buckets, channels, learned, dense.memory, mask, at)
+def _bias(step: Step, heads: int) -> Bias:
+    """With ``learned`` [G, R, 8], flat, and a dense plane whose gradient has the same steps."""
+    if step.form == "dense" and step.learned is not None:
+        step = replace(step, learned=step.learned.contiguous())
+    bias = bias_arrays(step, torch.float32)
+    lanes = np.zeros((_num_groups(heads) * LANES, bias.at.num_learned), np.float32)
+    lanes[:heads] = bias.learned.reshape(heads, -1)
+    by_lanes = lanes.reshape(_num_groups(heads), LANES, -1).transpose(0, 2, 1)
+    return bias._replace(learned=np.ascontiguousarray(by_lanes).reshape(-1))
 
 
 def _dropout(step: Step) -> _Dropout:
@@ -520,7 +431,7 @@ def attention(
     _, H, _, D = q.shape
     sums, given = None if lse is None else torch.empty_like(lse), out
     out = _side_by_side_as(given)
-    planes = [_NO_PLANE if x is None else _plane(x) for x in (q, k, v, out, lse, sums)]
+    planes = [plane(x, q.dtype) for x in (q, k, v, out, lse, sums)]
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
 
     def run(_: int, first: int, last: int) -> None:
@@ -560,11 +471,11 @@ def attention_backward(
     if d_learned is not None and step.form == "dense":
         given["d_dense"] = d_learned
         written["d_dense"] = d_dense = d_learned if d_learned.is_contiguous() else torch.zeros(d_learned.shape)
-    inputs = [_NO_PLANE if x is None else _plane(x) for x in (q, k, v, d_out, d_lse)]
-    planes = inputs + [_plane(written[name]) for name in ("dq", "dk", "dv")]
+    inputs = [plane(x, q.dtype) for x in (q, k, v, d_out, d_lse)]
+    planes = inputs + [plane(written[name], q.dtype) for name in ("dq", "dk", "dv")]
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), len(bias.learned)), np.float32)
-    learned_grad, dense_memory = d_learned is not None, _EMPTY if d_dense is None else _memory(d_dense)
+    learned_grad, dense_memory = d_learned is not None, np.empty(0, np.float32) if d_dense is None else memory(d_dense)
 
     def run(chunk: int, first: int, last: int) -> None:
         gradients = (learned_grad, shares[chunk], dense_memory)

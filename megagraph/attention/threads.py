@@ -41,7 +41,7 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
         return
     num_chunks = CHUNKS * threads
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_chunks) / num_chunks, side="right").tolist()
-    chunks = iter(list(zip(range(num_chunks), [0, *cuts], [*cuts, len(costs)], strict=True)))
+    chunks = iter([c for c in zip(range(num_chunks), [0, *cuts], [*cuts, len(costs)], strict=True) if c[1] < c[2]])
     errors: list[BaseException] = []
 
     def work(_: int | None) -> None:

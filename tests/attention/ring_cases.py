@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import megagraph as mg
 from megagraph.attention import ring
 from megagraph.attention.ring import Comm
-from tests.problems import FORMS, Problem, to, with_learned
+from tests.problems import FORMS, IMPLS, Problem, to, with_learned
 from tests.problems import ring_problem as make_ring_problem
 
 SIZES = [(num_super, num_nodes) for num_super in (0, 1, 5) for num_nodes in (13, 2)]
@@ -29,7 +29,7 @@ def ring_options(world_size: int) -> dict[str, dict]:
             problem = dict(form=form, world_size=world_size, num_super=num_super, num_nodes=num_nodes)
             problem["dropout_p"] = 0.25 * ((i + j) % 2)
             # every form and every size runs through Triton, not every pair: the interpreter takes its time
-            for impl in ("blocked", "triton") if (i + j) % 3 == 0 else ("blocked",):
+            for impl in IMPLS if (i + j) % 3 == 0 else IMPLS[-1:]:
                 for comm in get_args(Comm):
                     name = f"attention-{comm}-{form}-{num_super}-{num_nodes}-{impl}"
                     cases[name] = problem | {"impl": impl, "comm": comm}
@@ -38,7 +38,7 @@ def ring_options(world_size: int) -> dict[str, dict]:
 
 def staged_options(world_size: int) -> dict[str, dict]:
     """Of each form the problem that no number of ranks divides."""
-    return {f"staged-{name}": ring for name, ring in ring_options(world_size).items() if "-5-13-blocked" in name}
+    return {f"staged-{name}": ring for name, ring in ring_options(world_size).items() if f"-5-13-{IMPLS[-1]}" in name}
 
 
 def staged(**options) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ def one_query_but_on_rank_zero(comm: Comm) -> list[Tensor]:
     out = mg.ring_attention(
         q[:, :, rows], k.requires_grad_(), v.requires_grad_(), problem.bias.rows(layout.local_to_global[rows]),
         layout=layout, mesh=mesh, comm=comm, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key,
-        impl="blocked",
+        impl=IMPLS[-1],
     )  # fmt: skip
     return [sum_of_rows(layout, grad) for grad in torch.autograd.grad(out, [k, v], d_out[:, :, rows])]
 

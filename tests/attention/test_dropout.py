@@ -8,14 +8,12 @@ import torch
 import megagraph as mg
 from megagraph.attention.dropout import (
     _drop_rows,
-    drop_,
     dropout_keys,
     hidden_dropout,
     keep_mask,
     mix32,
     mix_key,
     row_keys,
-    softmax_backward_,
 )
 
 KEY = dropout_keys(2**31 + 7, 3, torch.tensor([0, 9]))
@@ -78,23 +76,6 @@ def test_the_mask_is_random_enough():
     shifted = (first.roll(1, 2), first.roll(1, 3), first.flip(1), first.flip(0), mask(1, 0), mask(0, 1))
     for other in shifted:
         assert abs((first * other).mean()) < noise
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 5, 63), (4, 129)], ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.7])  # the threshold of the latter is no int32
-def test_dropped_in_place_is_the_mask(shape, dtype, p):
-    first = 2**31 - 9  # columns beyond int32
-    row_key = torch.randint(-(2**31), 2**31, shape[:-1], dtype=torch.int32)
-    keep = keep_mask(row_key, torch.arange(first, first + shape[-1]), p).to(dtype)
-    x, dp, delta = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[:-1]).to(dtype)
-    dropped = x.clone()
-    drop_(dropped, row_key, p, first)
-    assert torch.equal(dropped, x * keep)
-    expected = x * (dp * keep - delta.unsqueeze(-1))
-    softmax_backward_(dp, x, delta, row_key, p, first)
-    assert torch.equal(x, dropped)
-    torch.testing.assert_close(dp, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -11,9 +11,8 @@ import megagraph as mg
 from megagraph.attention.ring import Comm, loopback_attention
 from tests import ranks
 from tests.attention import ring_cases
-from tests.problems import FORMS, Problem, assert_matches, expected, make_problem, ring_problem, with_learned
+from tests.problems import FORMS, IMPLS, Problem, assert_matches, expected, make_problem, ring_problem, with_learned
 
-IMPLS = ("triton", "blocked")
 # (P, N_s, N'): blocks of equal and of unequal length, fewer nodes than ranks
 CASES = [
     (P, num_super, num_nodes)
@@ -57,7 +56,7 @@ def test_ring_is_dense_attention(form, world_size, num_super, num_nodes, impl):
 
 @pytest.mark.parametrize(
     ("world_size", "num_super", "num_nodes", "impl"),
-    [(*case, "blocked") for case in CASES] + [(4, 5, 13, "triton")],
+    [(*case, IMPLS[-1]) for case in CASES] + [(4, 5, 13, "triton")] * (len(IMPLS) - 1),
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_gathered_keys_are_dense_attention(form, world_size, num_super, num_nodes, impl):
@@ -145,7 +144,7 @@ def test_ring_over_processes_sends_before_the_step_it_overlaps(world_size):
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_does_not_depend_on_the_number_of_ranks(form):
     problem = ring_problem(form, 3, 2, 13, dropout_p=0.5)
-    got = [run(problem, loopback_attention, num_super=2, world_size=P, impl="blocked") for P in (1, 2, 3)]
+    got = [run(problem, loopback_attention, num_super=2, world_size=P, impl=IMPLS[-1]) for P in (1, 2, 3)]
     for other in got[1:]:
         torch.testing.assert_close(other, got[0], rtol=1e-10, atol=1e-10)
 

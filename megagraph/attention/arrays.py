@@ -1,0 +1,136 @@
+"""What compiled loops on a CPU see of an attention step: memory, the steps of its axes, and the dropout of a pair."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from megagraph.attention.bias import masked_table
+from megagraph.attention.compiled import GOLDEN, MUL_1, MUL_2
+from megagraph.attention.lanes import splat
+from megagraph.attention.step import Step
+
+BUCKET, PROJECTED, DENSE = 1, 2, 3
+_FORMS = {"none": 0, "bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
+_16, _13 = np.uint32(16), np.uint32(13)
+
+
+class Plane(NamedTuple):
+    """A tensor [B, H, R, width], the width's numbers side by side."""
+
+    memory: np.ndarray
+    b_step: int
+    h_step: int
+    r_step: int
+
+
+class Steps(NamedTuple):
+    """Where in the arrays of a bias."""
+
+    form: int
+    num_learned: int  # R, of a head: 256 buckets (255 = masked) or C channels
+    b: int
+    c: int
+    m: int
+    dense_b: int
+    dense_h: int
+    dense_m: int
+    mask_b: int
+    mask_m: int
+
+
+class Bias(NamedTuple):
+    """What makes the bias of a row; what another form needs is empty."""
+
+    buckets: np.ndarray  # uint8, the memory of [B, M, N]
+    channels: np.ndarray  # the memory of [B, C, M, N]
+    learned: np.ndarray  # [H, R], flat: table or weight
+    dense: np.ndarray  # the memory of [B, H, M, N]
+    mask: np.ndarray  # bool, the memory of [B, M, N], True = masked
+    at: Steps
+
+
+def memory(x: Tensor) -> np.ndarray:
+    """All that a tensor spans, from its first element on."""
+    return _span(x).numpy()
+
+
+def _span(x: Tensor) -> Tensor:
+    size = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    return x.detach().as_strided((size,), (1,))
+
+
+def _memory_of_parameter(x: Tensor) -> np.ndarray:
+    """``memory``, read only; after Tensor.numpy() FSDP could not free it any more."""
+    array = np.from_dlpack(_span(x))
+    array.flags.writeable = False  # as NumPy 1 does itself
+    return array
+
+
+def plane(x: Tensor | None, dtype: torch.dtype) -> Plane:
+    """x [B or 1, H or 1, R, width], or [B, H, R] for a width of 1; inputs only where the width's numbers are apart."""
+    x = torch.empty(1, 1, 0, 1, dtype=dtype) if x is None else x.unsqueeze(-1) if x.ndim == 3 else x
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return Plane(memory(x), *_steps(x))
+
+
+def _steps(x: Tensor) -> tuple[int, int, int]:
+    """Of a plane; 0 where all share what stands there once."""
+    return _step(x, 0), _step(x, 1), x.stride(2)
+
+
+def _step(x: Tensor, axis: int) -> int:
+    return x.stride(axis) if x.shape[axis] > 1 else 0
+
+
+def bias_arrays(step: Step, dtype: torch.dtype) -> Bias:
+    """The bias of a step, its numbers in ``dtype``."""
+    nothing = torch.empty(0, dtype=dtype)
+    buckets, channels, learned, dense, mask = (
+        np.empty(0, np.uint8),
+        nothing.numpy(),
+        nothing,
+        nothing,
+        np.empty(0, bool),
+    )
+    num_learned, steps, dense_steps, mask_steps = 0, (0, 0, 0), (0, 0, 0), (0, 0)
+    if step.form == "dense":
+        assert step.learned is not None
+        dense = step.learned.detach().to(dtype)
+        dense = dense if dense.stride(-1) == 1 else dense.contiguous()
+        dense_steps = _steps(dense)
+    if step.form in ("bucket", "projected"):
+        assert step.data is not None and step.learned is not None
+        data = step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(dtype)
+        data = data if data.stride(-1) == 1 else data.contiguous()
+        steps = (_step(data, 0), data.stride(1), data.stride(2))
+        table = step.learned.detach().to(dtype)
+        if step.form == "bucket":
+            buckets = memory(data)
+            table = masked_table(table)
+        else:
+            channels = memory(data)
+        learned, num_learned = table.contiguous(), table.shape[1]
+    if step.bias_mask is not None:
+        given = step.bias_mask if step.bias_mask.stride(-1) == 1 else step.bias_mask.contiguous()
+        mask, mask_steps = memory(given), (_step(given, 0), given.stride(1))
+    at = Steps(_FORMS[step.form], num_learned, *steps, *dense_steps, *mask_steps)
+    return Bias(buckets, channels, _memory_of_parameter(learned), _memory_of_parameter(dense), mask, at)
+
+
+@njit(cache=True)
+def mix32(h):
+    """``dropout.mix32`` of eight words."""
+    h = (h ^ (h >> splat(_16))) * splat(MUL_1)
+    h = (h ^ (h >> splat(_13))) * splat(MUL_2)
+    return h ^ (h >> splat(_16))
+
+
+@njit(cache=True)
+def pair_hash(row_key, column):
+    """Of rows and columns, words both; a pair is dropped where it is below the threshold."""
+    return mix32(row_key ^ (column * splat(GOLDEN)))
