@@ -1,12 +1,14 @@
 """Compiled loops in the threads that torch computes in.
 
-Those of a second pool would share the cores with torch's, which stay awake for some milliseconds after an operation.
+Those of a second pool would share the cores with torch's, which stay awake for some milliseconds after an operation:
+it is what remains where torch brings no libgomp.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
@@ -18,7 +20,7 @@ _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _libgomp() -> ctypes.CDLL | None:
-    """What torch's wheels for Linux compute with; elsewhere there is one thread."""
+    """What torch's wheels for Linux compute with."""
     try:
         return ctypes.CDLL("libgomp.so.1")
     except OSError:
@@ -36,7 +38,7 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
     """
     ends = costs.cumsum()
     gomp, threads = _libgomp(), min(torch.get_num_threads(), int(ends[-1]) // cost_of_thread)
-    if gomp is None or threads < 2:
+    if threads < 2:
         run(0, 0, len(costs))
         return
     num_chunks = CHUNKS * threads
@@ -51,6 +53,10 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
         except BaseException as error:
             errors.append(error)
 
-    gomp.GOMP_parallel(_WORK(work), None, threads, 0)
+    if gomp is None:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, [None] * threads))
+    else:
+        gomp.GOMP_parallel(_WORK(work), None, threads, 0)
     if errors:
         raise errors[0]

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numba import njit
 
 import megagraph as mg
-from megagraph.attention import lanes, short, threads
+from megagraph.attention import short
 from megagraph.attention.operator import NARROW, SHORT, _is_short, make_step
 from megagraph.kernels import tiles
 from tests.attention.test_operator import run
@@ -118,86 +117,3 @@ def test_chosen_by_shape():
 def test_what_it_cannot_run(q, bias, message):
     with pytest.raises(NotImplementedError, match=message):
         mg.biased_attention(q, q, q, bias, impl="blocked_short")
-
-
-# Vectors of eight.
-
-
-@njit
-def _exp(x, out):
-    for i in range(0, len(x), 8):
-        lanes.store(out, i, lanes.exp(lanes.load(x, i)))
-
-
-@njit
-def _transposed(x, step, out, out_step):
-    lanes.transposed(x, 2, step, out, 1, out_step)
-
-
-@njit
-def _words(x, out):
-    for i in range(0, len(x), 8):
-        a = lanes.load(x, i)
-        lanes.store(out, i, (a ^ (a >> lanes.splat(np.uint32(5)))) * lanes.splat(np.uint32(0x85EBCA6B)))
-
-
-def test_exp():
-    x = np.concatenate(
-        [np.linspace(-87.3, 88, 1 << 16, dtype=np.float32), np.float32([0, -0.0, 1e-30, -87, 1, -1, 2, -2])]
-    )
-    out = np.empty_like(x)
-    _exp(x, out)
-    exact = np.exp(x.astype(np.float64))
-    assert np.abs(out / exact - 1).max() < 1.5 * np.finfo(np.float32).eps
-    ends = np.float32([-np.inf, np.nan, -88, -100, -1e30, 0, 88, -87.9])
-    out = np.empty_like(ends)
-    _exp(ends, out)
-    assert np.isnan(out[1]) and (out[[0, 2, 3, 4, 7]] == 0).all() and out[5] == 1
-
-
-def test_transposed():
-    x = np.arange(100, dtype=np.float32)
-    out = np.zeros(100, np.float32)
-    _transposed(x, 11, out, 9)
-    rows = np.lib.stride_tricks.as_strided(x[2:], (8, 8), (44, 4))
-    got = np.lib.stride_tricks.as_strided(out[1:], (8, 8), (36, 4))
-    assert (got == rows.T).all() and (out != 0).sum() == 64
-
-
-def test_words_wrap():
-    x = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
-    out = np.empty_like(x)
-    _words(x, out)
-    assert out.tolist() == [(a ^ a >> 5) * 0x85EBCA6B % 2**32 for a in x.tolist()]
-
-
-# Threads.
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize("costs", [[3], [1] * 50, [0, 0, 90, 0, 1, 1], [0] * 4, list(range(40))], ids=str)
-def test_every_item_in_one_chunk(costs, num_threads):
-    chunks = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        threads.in_threads(lambda *chunk: chunks.append(chunk), np.array(costs), 1)
-    finally:
-        torch.set_num_threads(before)
-    ids = [chunk for chunk, _, _ in chunks]
-    assert len(set(ids)) == len(ids) and max(ids) < threads.CHUNKS * num_threads
-    assert [i for _, first, last in sorted(chunks) for i in range(first, last)] == list(range(len(costs)))
-
-
-def test_an_error_in_a_thread_is_raised():
-    def run(chunk, first, last):
-        if last == 40:
-            raise KeyboardInterrupt("in the last chunk")
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyboardInterrupt, match="in the last chunk"):
-            threads.in_threads(run, np.ones(40), 1)
-    finally:
-        torch.set_num_threads(before)
