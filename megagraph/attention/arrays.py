@@ -43,7 +43,7 @@ class Steps(NamedTuple):
     mask_m: int
 
 
-class Bias(NamedTuple):
+class BiasArrays(NamedTuple):
     """What makes the bias of a row; what another form needs is empty."""
 
     buckets: np.ndarray  # uint8, the memory of [B, M, N]
@@ -87,7 +87,7 @@ def _step(x: Tensor, axis: int) -> int:
     return x.stride(axis) if x.shape[axis] > 1 else 0
 
 
-def bias_arrays(step: Step, dtype: torch.dtype) -> Bias:
+def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     """The bias of a step, its numbers in ``dtype``."""
     nothing = torch.empty(0, dtype=dtype)
     buckets, channels, learned, dense, mask = (
@@ -119,7 +119,7 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> Bias:
         given = step.bias_mask if step.bias_mask.stride(-1) == 1 else step.bias_mask.contiguous()
         mask, mask_steps = memory(given), (_step(given, 0), given.stride(1))
     at = Steps(_FORMS[step.form], num_learned, *steps, *dense_steps, *mask_steps)
-    return Bias(buckets, channels, _memory_of_parameter(learned), _memory_of_parameter(dense), mask, at)
+    return BiasArrays(buckets, channels, _memory_of_parameter(learned), _memory_of_parameter(dense), mask, at)
 
 
 @njit(cache=True)

@@ -21,7 +21,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, Bias, Plane, bias_arrays, pair_hash, plane
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, pair_hash, plane
 from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.lanes import (
     LANES,
@@ -54,7 +54,7 @@ _SCORES_PER_THREAD = 1 << 15
 class _Pairs(NamedTuple):
     """What is known of pairs of a row and a column beside their scores."""
 
-    bias: Bias
+    bias: BiasArrays
     padding: np.ndarray  # bool [B, N], True = masked, or none
     row_keys: Plane  # uint32 [B, H, M], or none
     threshold: np.uint32  # a hash below it drops a pair
@@ -235,12 +235,7 @@ def _add_lanes(d_lanes, size, out, at):
 @njit(cache=True)
 def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, column):
     """Scores s [m, padded] become exponentials; the state of their rows follows, all but the product."""
-    row_keys, key_at, threshold, row_key = (
-        pairs.row_keys.memory,
-        _place(pairs.row_keys, b, h, row),
-        pairs.threshold,
-        np.uint32(0),
-    )
+    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, b, h, row), pairs.threshold
     for i in range(m):
         o, here = i * _MOST_KEYS, at + i
         largest, sum_ = splat(maxima[here]), splat(s.dtype.type(0))
@@ -256,9 +251,8 @@ def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, col
         maxima[here] = highest
         sums[here] = sums[here] * rescale + sum_of(sum_)
         if len(row_keys):
-            row_key = row_keys[key_at + i]
             for j in range(0, padded, LANES):
-                hashed = pair_hash(splat(row_key), counting(np.uint32(column + j)))
+                hashed = pair_hash(splat(row_keys[key_at + i]), counting(np.uint32(column + j)))
                 store(s, o + j, keep_from(load(s, o + j), hashed, splat(threshold)))
         if rescale != 1:
             for d in range(here * width, (here + 1) * width, LANES):

@@ -18,7 +18,17 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, Bias, bias_arrays, memory, mix32, pair_hash, plane
+from megagraph.attention.arrays import (
+    BUCKET,
+    DENSE,
+    PROJECTED,
+    BiasArrays,
+    bias_arrays,
+    memory,
+    mix32,
+    pair_hash,
+    plane,
+)
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
     LANES,
@@ -389,7 +399,7 @@ def _num_groups(heads: int) -> int:
     return -(-heads // LANES)
 
 
-def _bias(step: Step, heads: int) -> Bias:
+def _bias(step: Step, heads: int) -> BiasArrays:
     """With ``learned`` [G, R, 8], flat, and a dense plane whose gradient has the same steps."""
     if step.form == "dense" and step.learned is not None:
         step = replace(step, learned=step.learned.contiguous())
