@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from bench.failures import case, compile_attention
+from bench.failures import case, compile_loops
 from megagraph.parallel.failure import is_of_a_peer
 
 UNANSWERED = r"rank 1 does not answer \(killed, stopped or cut off\), last seen in "
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("failure")  # or each worker would start al
 @pytest.fixture(scope="module")
 def rows():
     """All runs at once, as they mostly wait."""
-    compile_attention()
+    compile_loops()
     with ThreadPoolExecutor(len(CASES)) as pool:
         return dict(zip(CASES, pool.map(lambda arguments: case(*arguments), CASES), strict=True))
 
