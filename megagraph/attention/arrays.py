@@ -1,4 +1,4 @@
-"""What compiled loops on a CPU see of an attention step: memory, the steps of its axes, and the dropout of a pair."""
+"""What compiled loops on a CPU see of an attention step: memory, and the steps of its axes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from megagraph.attention.bias import masked_table
-from megagraph.attention.compiled import GOLDEN, MUL_1, MUL_2
-from megagraph.attention.lanes import splat
 from megagraph.attention.step import Step
 
 BUCKET, PROJECTED, DENSE = 1, 2, 3
 _FORMS = {"none": 0, "bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
-_16, _13 = np.uint32(16), np.uint32(13)
 
 
 class Plane(NamedTuple):
@@ -120,17 +116,3 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
         mask, mask_steps = memory(given), (_step(given, 0), given.stride(1))
     at = Steps(_FORMS[step.form], num_learned, *steps, *dense_steps, *mask_steps)
     return BiasArrays(buckets, channels, _memory_of_parameter(learned), _memory_of_parameter(dense), mask, at)
-
-
-@njit(cache=True)
-def mix32(h):
-    """``dropout.mix32`` of eight words."""
-    h = (h ^ (h >> splat(_16))) * splat(MUL_1)
-    h = (h ^ (h >> splat(_13))) * splat(MUL_2)
-    return h ^ (h >> splat(_16))
-
-
-@njit(cache=True)
-def pair_hash(row_key, column):
-    """Of rows and columns, words both; a pair is dropped where it is below the threshold."""
-    return mix32(row_key ^ (column * splat(GOLDEN)))

@@ -21,7 +21,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, pair_hash, plane
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane
+from megagraph.attention.compiled import pair_hash
 from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.lanes import (
     LANES,

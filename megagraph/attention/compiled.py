@@ -1,4 +1,4 @@
-"""What torch would do in many passes over memory, compiled by Numba on its first call and kept on disk.
+"""Dropout in one pass over memory, compiled by Numba on its first call and kept on disk.
 
 Arrays are contiguous; row_keys, uint32 [R], and threshold, uint32, are those of ``megagraph.attention.dropout``.
 """
@@ -8,35 +8,54 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-GOLDEN = np.uint32(0x9E3779B9)
-MUL_1 = np.uint32(0x85EBCA6B)
-MUL_2 = np.uint32(0xC2B2AE35)
+from megagraph.attention.lanes import LANES, counting, keep_from, load, splat, store
+
+_GOLDEN, _MUL_1, _MUL_2 = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+_16, _13 = np.uint32(16), np.uint32(13)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True)
+def mix32(h):
+    """``dropout.mix32`` of eight words."""
+    h = (h ^ (h >> splat(_16))) * splat(_MUL_1)
+    h = (h ^ (h >> splat(_13))) * splat(_MUL_2)
+    return h ^ (h >> splat(_16))
+
+
+@njit(cache=True)
+def pair_hash(row_key, column):
+    """Of eight rows and columns; a pair is dropped where it is below the threshold."""
+    return mix32(row_key ^ (column * splat(_GOLDEN)))
+
+
+@njit(cache=True)
 def _mix32(h):
     # Numba computes in 64 bits unless told otherwise
-    h = np.uint32((h ^ (h >> np.uint32(16))) * MUL_1)
-    h = np.uint32((h ^ (h >> np.uint32(13))) * MUL_2)
-    return np.uint32(h ^ (h >> np.uint32(16)))
-
-
-@njit(cache=True, nogil=True)
-def _hash(row_key, column):
-    return _mix32(row_key ^ np.uint32(np.uint32(column) * GOLDEN))
+    h = np.uint32((h ^ (h >> _16)) * _MUL_1)
+    h = np.uint32((h ^ (h >> _13)) * _MUL_2)
+    return np.uint32(h ^ (h >> _16))
 
 
 @njit(cache=True, nogil=True)
 def mix32_(x):
     """``dropout.mix32`` of x, uint32 [R], in place."""
-    for i in range(len(x)):
+    whole = len(x) // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(x, i, mix32(load(x, i)))
+    for i in range(whole, len(x)):
         x[i] = _mix32(x[i])
 
 
 @njit(cache=True, nogil=True)
 def drop(x, row_keys, threshold, scale, out):
     """scale * x where kept, 0 where dropped, into out [R, N], which is not x."""
-    zero = x.dtype.type(0)
+    zero, whole = x.dtype.type(0), x.shape[1] // LANES * LANES
     for row in range(x.shape[0]):
-        for column in range(x.shape[1]):
-            out[row, column] = x[row, column] * scale if _hash(row_keys[row], column) >= threshold else zero
+        first = row * x.shape[1]
+        for column in range(0, whole, LANES):
+            hashed = pair_hash(splat(row_keys[row]), counting(np.uint32(column)))
+            scaled = load(x, first + column) * splat(scale)
+            store(out, first + column, keep_from(scaled, hashed, splat(threshold)))
+        for column in range(whole, x.shape[1]):
+            hashed = _mix32(row_keys[row] ^ np.uint32(np.uint32(column) * _GOLDEN))
+            out[row, column] = x[row, column] * scale if hashed >= threshold else zero

@@ -22,7 +22,7 @@ from megagraph.attention.threads import in_threads
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads neighbouring columns over all bits
 _MUL_1 = 0x85EBCA6B - (1 << 32)
 _MUL_2 = 0xC2B2AE35 - (1 << 32)
-_NUMBERS_PER_THREAD = 1 << 16
+_NUMBERS_PER_THREAD = 1 << 19
 
 
 def dropout_threshold(p: float) -> int:
@@ -117,7 +117,7 @@ def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or x.numel() == 0:
         return keep_mask(row_key, torch.arange(x.shape[-1], device=x.device), p).to(x.dtype).mul_(x).mul_(scale)
     loops, out = _compiled(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows, kept = (tensor.detach().reshape(-1, x.shape[-1]).numpy() for tensor in (x, out))
+    rows, kept = (tensor.detach().reshape(-1, x.shape[-1]).contiguous().numpy() for tensor in (x, out))
     keys, threshold, factor = _unsigned(row_key), np.uint32(dropout_threshold(p)), rows.dtype.type(scale)
 
     def run(_: int, first: int, last: int) -> None:

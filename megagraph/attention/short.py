@@ -18,17 +18,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.arrays import (
-    BUCKET,
-    DENSE,
-    PROJECTED,
-    BiasArrays,
-    bias_arrays,
-    memory,
-    mix32,
-    pair_hash,
-    plane,
-)
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, memory, plane
+from megagraph.attention.compiled import mix32, pair_hash
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
     LANES,
