@@ -36,12 +36,11 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
         costs: of every item.
         cost_of_thread: what is worth the start of a thread.
     """
-    ends = costs.cumsum()
-    gomp, threads = _libgomp(), min(torch.get_num_threads(), int(ends[-1]) // cost_of_thread)
+    threads = min(torch.get_num_threads(), int(costs.sum()) // cost_of_thread)
     if threads < 2:
         run(0, 0, len(costs))
         return
-    num_chunks = CHUNKS * threads
+    ends, num_chunks = costs.cumsum(), CHUNKS * threads
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_chunks) / num_chunks, side="right").tolist()
     chunks = iter([c for c in zip(range(num_chunks), [0, *cuts], [*cuts, len(costs)], strict=True) if c[1] < c[2]])
     errors: list[BaseException] = []
@@ -53,6 +52,7 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
         except BaseException as error:
             errors.append(error)
 
+    gomp = _libgomp()
     if gomp is None:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(work, [None] * threads))

@@ -14,6 +14,7 @@ import scipy.sparse as sp
 import torch
 
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.threads import in_threads
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.datasets import Graph, csr_arrays
 
@@ -23,6 +24,7 @@ PADDING = 255  # the bucket that masks a pair
 MAX_POWER_ENTRIES = 2**24  # of A~^C under scope "graph": 16 Mi entries take 448 MiB with 6 powers
 MAX_HOP_TABLE_NODES = 2**15  # 1 GiB of uint8
 MAX_CHANNEL_BYTES = 2**32  # of one rank's share of a batch
+_PAIRS_PER_THREAD = 2**14
 _ALIGNED_COLUMNS = 16  # rows of the result begin at multiples of it: a GPU then reads 16 bytes at a time
 
 
@@ -95,7 +97,12 @@ class AdjacencyPowers:
             from megagraph.data import compiled
 
             nodes = np.ascontiguousarray(nodes, np.int64)
-            compiled.look_up(*self._table, nodes[:, rows.start : rows.stop], nodes, powers)
+            of_rows = nodes[:, rows.start : rows.stop]
+
+            def run(_: int, first: int, last: int) -> None:
+                compiled.look_up(*self._table, of_rows[first:last], nodes[first:last], powers[first:last])
+
+            in_threads(run, np.full(num_sequences, len(rows) * m), _PAIRS_PER_THREAD)
             return powers
         first = _first_occurrence(nodes)
         blocks, loops = self._within(np.where(first == np.arange(m), nodes, -1))

@@ -17,7 +17,7 @@ def team(request, monkeypatch):
 
 @pytest.mark.usefixtures("team")
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize("costs", [[3], [1] * 50, [0, 0, 90, 0, 1, 1], [0] * 4, list(range(40))], ids=str)
+@pytest.mark.parametrize("costs", [[], [3], [1] * 50, [0, 0, 90, 0, 1, 1], [0] * 4, list(range(40))], ids=str)
 def test_every_item_in_one_chunk(costs, num_threads):
     chunks = []
     before = torch.get_num_threads()
