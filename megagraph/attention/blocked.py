@@ -72,9 +72,11 @@ class _Sums(NamedTuple):
     learned: bool  # whether the gradient of the bias is wanted
 
 
-@njit(cache=True)
-def _up(size, multiple):
+def _up_to(size, multiple):
     return (size + multiple - 1) // multiple * multiple
+
+
+_up = njit(cache=True)(_up_to)
 
 
 @njit(cache=True)
@@ -409,10 +411,6 @@ def _even(length: int, most: int, multiple: int) -> int:
     """The size of as few parts as there can be, about equal, of at most ``most``."""
     size = math.ceil(length / math.ceil(length / most))
     return min(most, _up_to(size, multiple))
-
-
-def _up_to(size: int, multiple: int) -> int:
-    return math.ceil(size / multiple) * multiple
 
 
 def _parts(length: int, size: int) -> list[tuple[int, int]]:

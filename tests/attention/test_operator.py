@@ -93,6 +93,31 @@ def test_blocked_is_the_same_in_any_tile(form, planes, tile, monkeypatch):
     assert_matches(run(problem, "blocked"), problem)
 
 
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@of_a_cpu
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("planes", [(2, 3), (1, 3), (1, 1)], ids=str)
+def test_blocked_in_threads_gives_the_same_bits(form, planes, monkeypatch):
+    """As many parts of the keys, and items that share a plane, as there are with more threads than sequences."""
+    if form != "dense":
+        planes = (planes[0], 3)
+    problem = make_problem(form, 203, 533, 5, B=2, H=3, dropout_p=0.3, planes=planes)
+    monkeypatch.setattr(blocked, "_SCORES_PER_THREAD", 1)
+    results = [run(problem, "blocked") for _ in range(4)]
+    assert_matches(results[0], problem)
+    for other in results[1:]:
+        for name, x in other.items():
+            assert torch.equal(x, results[0][name]), name
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_reference_is_the_formula(form):
     """Against sums written out by hand, one query at a time."""
