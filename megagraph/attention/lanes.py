@@ -354,14 +354,10 @@ def _emit_product(context, builder, signature, args, rows: int, vectors: int) ->
         at = builder.add(builder.add(c_at, builder.mul(c_row, number(row))), number(LANES * vector))
         return builder.bitcast(builder.gep(c, [at]), element.as_pointer())
 
+    zero = _constant(element, 0.0)
     sums = {(row, i): cgutils.alloca_once(builder, element) for row in range(rows) for i in range(vectors)}
-    with builder.if_else(add) as (added, fresh):
-        with added:
-            for at, sum_ in sums.items():
-                builder.store(builder.load(place(*at), align=4), sum_)
-        with fresh:
-            for sum_ in sums.values():
-                builder.store(_constant(element, 0.0), sum_)
+    for sum_ in sums.values():
+        builder.store(zero, sum_)
     with cgutils.for_range(builder, length) as loop:
         b_first = builder.add(b_at, builder.mul(loop.index, b_k))
         b_vectors = []
@@ -375,8 +371,14 @@ def _emit_product(context, builder, signature, args, rows: int, vectors: int) ->
             for i in range(vectors):
                 sum_ = sums[row, i]
                 builder.store(_call(builder, "fmuladd", x, b_vectors[i], builder.load(sum_)), sum_)
-    for at, sum_ in sums.items():
-        builder.store(builder.load(sum_), place(*at), align=4)
+    with builder.if_else(add) as (added, fresh):
+        with added:  # last: one rounding where c is large, not one for each term
+            for at, sum_ in sums.items():
+                total = builder.fadd(builder.load(place(*at), align=4), builder.load(sum_))
+                builder.store(total, place(*at), align=4)
+        with fresh:
+            for at, sum_ in sums.items():
+                builder.store(builder.load(sum_), place(*at), align=4)
 
 
 def _product(vectors: int) -> Any:

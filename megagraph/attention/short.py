@@ -89,17 +89,18 @@ def _add_dots(a, b, n, D, out):
     row = LANES * D
     for j in range(0, n, _UNROLLED):
         o, at = LANES * j, row * j
-        s0, s1, s2, s3 = load(out, o), load(out, o + 8), load(out, o + 16), load(out, o + 24)
+        s0 = s1 = s2 = s3 = splat(_ZERO)
         for d in range(0, row, LANES):
             x = load(a, d)
             s0 = multiply_add(x, load(b, at + d), s0)
             s1 = multiply_add(x, load(b, at + row + d), s1)
             s2 = multiply_add(x, load(b, at + 2 * row + d), s2)
             s3 = multiply_add(x, load(b, at + 3 * row + d), s3)
-        store(out, o, s0)
-        store(out, o + 8, s1)
-        store(out, o + 16, s2)
-        store(out, o + 24, s3)
+        # last: one rounding where the bias is large, not one for each term
+        store(out, o, load(out, o) + s0)
+        store(out, o + 8, load(out, o + 8) + s1)
+        store(out, o + 16, load(out, o + 16) + s2)
+        store(out, o + 24, load(out, o + 24) + s3)
 
 
 @njit(cache=True)
