@@ -1,4 +1,4 @@
-"""Attention step by step, as a ring takes it, by the kernels or the torch implementation."""
+"""Attention step by step, as a ring takes it, by the kernels or on a CPU."""
 
 from __future__ import annotations
 

@@ -50,6 +50,11 @@ class BiasArrays(NamedTuple):
     at: Steps
 
 
+def side_by_side(x: Tensor) -> Tensor:
+    """x, or a copy of it whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def memory(x: Tensor) -> np.ndarray:
     """All that a tensor spans, from its first element on."""
     return _span(x).numpy()
@@ -70,7 +75,7 @@ def _memory_of_parameter(x: Tensor) -> np.ndarray:
 def plane(x: Tensor | None, dtype: torch.dtype) -> Plane:
     """x [B or 1, H or 1, R, width], or [B, H, R] for a width of 1; inputs only where the width's numbers are apart."""
     x = torch.empty(1, 1, 0, 1, dtype=dtype) if x is None else x.unsqueeze(-1) if x.ndim == 3 else x
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    x = side_by_side(x)
     return Plane(memory(x), *_steps(x))
 
 
@@ -86,23 +91,16 @@ def _step(x: Tensor, axis: int) -> int:
 def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     """The bias of a step, its numbers in ``dtype``."""
     nothing = torch.empty(0, dtype=dtype)
-    buckets, channels, learned, dense, mask = (
-        np.empty(0, np.uint8),
-        nothing.numpy(),
-        nothing,
-        nothing,
-        np.empty(0, bool),
-    )
+    buckets, channels, mask = np.empty(0, np.uint8), nothing.numpy(), np.empty(0, bool)
+    learned = dense = nothing
     num_learned, steps, dense_steps, mask_steps = 0, (0, 0, 0), (0, 0, 0), (0, 0)
     if step.form == "dense":
         assert step.learned is not None
-        dense = step.learned.detach().to(dtype)
-        dense = dense if dense.stride(-1) == 1 else dense.contiguous()
+        dense = side_by_side(step.learned.detach().to(dtype))
         dense_steps = _steps(dense)
     if step.form in ("bucket", "projected"):
         assert step.data is not None and step.learned is not None
-        data = step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(dtype)
-        data = data if data.stride(-1) == 1 else data.contiguous()
+        data = side_by_side(step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(dtype))
         steps = (_step(data, 0), data.stride(1), data.stride(2))
         table = step.learned.detach().to(dtype)
         if step.form == "bucket":
@@ -112,7 +110,7 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
             channels = memory(data)
         learned, num_learned = table.contiguous(), table.shape[1]
     if step.bias_mask is not None:
-        given = step.bias_mask if step.bias_mask.stride(-1) == 1 else step.bias_mask.contiguous()
+        given = side_by_side(step.bias_mask)
         mask, mask_steps = memory(given), (_step(given, 0), given.stride(1))
     at = Steps(_FORMS[step.form], num_learned, *steps, *dense_steps, *mask_steps)
     return BiasArrays(buckets, channels, _memory_of_parameter(learned), _memory_of_parameter(dense), mask, at)

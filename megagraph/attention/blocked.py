@@ -21,7 +21,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane, side_by_side
 from megagraph.attention.compiled import pair_hash
 from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.lanes import (
@@ -439,11 +439,6 @@ def _items(*axes: Iterable[tuple[int, ...]]) -> np.ndarray:
     return np.array([list(itertools.chain(*item)) for item in itertools.product(*axes)], np.int64)
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    """x, or a tensor like it whose last axis is contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> _Pairs:
     keys = None
     if step.dropout_key is not None:
@@ -527,7 +522,7 @@ def attention_step_backward(
         return
     dense = d_learned if step.form == "dense" else None
     given = {"dk": dk, "dv": dv} | ({} if dense is None else {"dense": dense})
-    sums = {name: _contiguous_rows(x.to(compute)) for name, x in given.items()}
+    sums = {name: side_by_side(x.to(compute)) for name, x in given.items()}
     items, costs = _backward_items(B, H, M, tiles, dense)
     # each part of the keys has a dq of its own, or their order would decide the last digits
     num_parts = int(items[:, -1].max()) + 1
