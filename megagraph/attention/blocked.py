@@ -30,6 +30,7 @@ from megagraph.attention.lanes import (
     add_up,
     counting,
     exp,
+    fetch,
     keep_from,
     largest_of,
     load,
@@ -86,6 +87,12 @@ def _place(x, b, h, r):
 
 
 @njit(cache=True)
+def _place_in_dense(steps, b, h, row):
+    """Of a row in the memory of a dense bias."""
+    return b * steps.dense_b + h * steps.dense_h + row * steps.dense_m
+
+
+@njit(cache=True)
 def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
     """factor * x [n, D] into out [n, width]."""
     whole = D // LANES * LANES
@@ -95,6 +102,18 @@ def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
             store(out, to + d, load(x, row + d) * splat(factor))
         for d in range(whole, D):
             out[to + d] = x[row + d] * factor
+
+
+@njit(cache=True)
+def _add_rows(x, n, D, width, out, at, r_step):
+    """out [n, D] += x of x [n, width]."""
+    whole = D // LANES * LANES
+    for i in range(n):
+        row, to = i * width, at + i * r_step
+        for d in range(0, whole, LANES):
+            store(out, to + d, load(out, to + d) + load(x, row + d))
+        for d in range(whole, D):
+            out[to + d] += x[row + d]
 
 
 @njit(cache=True)
@@ -116,10 +135,18 @@ def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
 
 
 @njit(cache=True)
-def _scores(rows, keys, D, m, n, out):
-    """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width."""
+def _scores(rows, keys, D, m, n, out, ahead, ahead_at, ahead_step):
+    """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width.
+
+    Meanwhile a tile of ``ahead``, unless that is empty, comes into the cache: the processor itself foresees nothing of
+    short pieces of rows that are far apart.
+    """
+    some_ahead = len(ahead) > 0
     for j in range(0, n, _WIDE):
         for i in range(0, m, PRODUCT_ROWS):
+            if some_ahead:
+                for row in range(i, i + PRODUCT_ROWS):
+                    fetch(ahead, ahead_at + row * ahead_step + j)
             product_16(rows, i, 1, _MOST_ROWS, D, keys, j, _MOST_KEYS, out, i * _MOST_KEYS + j, _MOST_KEYS, False)
 
 
@@ -162,15 +189,25 @@ def _add_bias(s, m, n, padded, pairs, b, h, row, column):
             for j in range(whole, n):
                 s[o + j] += learned[table + buckets[at + j]]
         elif steps.form == PROJECTED:
-            weight = h * steps.num_learned
-            for c in range(steps.num_learned):
-                here, factor = at + c * steps.c, learned[weight + c]
+            weight, in_fours = h * steps.num_learned, steps.num_learned // 4 * 4
+            for c in range(0, in_fours, 4):  # scores are loaded and stored once for four channels
+                w0, w1 = splat(learned[weight + c]), splat(learned[weight + c + 1])
+                w2, w3 = splat(learned[weight + c + 2]), splat(learned[weight + c + 3])
+                at0 = at + c * steps.c
+                at1, at2, at3 = at0 + steps.c, at0 + 2 * steps.c, at0 + 3 * steps.c
                 for j in range(0, whole, LANES):
-                    store(s, o + j, multiply_add(splat(factor), load(channels, here + j), load(s, o + j)))
+                    sum_ = multiply_add(w1, load(channels, at1 + j), w0 * load(channels, at0 + j))
+                    sum_ = multiply_add(w3, load(channels, at3 + j), multiply_add(w2, load(channels, at2 + j), sum_))
+                    store(s, o + j, load(s, o + j) + sum_)
+            for c in range(in_fours, steps.num_learned):
+                factor, here = splat(learned[weight + c]), at + c * steps.c
+                for j in range(0, whole, LANES):
+                    store(s, o + j, multiply_add(factor, load(channels, here + j), load(s, o + j)))
+            for c in range(steps.num_learned):
                 for j in range(whole, n):
-                    s[o + j] += factor * channels[here + j]
+                    s[o + j] += learned[weight + c] * channels[at + c * steps.c + j]
         elif steps.form == DENSE:
-            at = b * steps.dense_b + h * steps.dense_h + (row + i) * steps.dense_m + column
+            at = _place_in_dense(steps, b, h, row + i) + column
             for j in range(0, whole, LANES):
                 store(s, o + j, load(s, o + j) + load(dense, at + j))
             for j in range(whole, n):
@@ -290,7 +327,7 @@ def _forward(
 ):  # fmt: skip
     """Items (b, h, h_end, row, row_end), over all tiles of keys."""
     dtype, width = q.memory.dtype, _up(D, LANES)
-    one = dtype.type(1)
+    one, dense, steps = dtype.type(1), pairs.bias.dense, pairs.bias.at
     q_t, k_t = np.zeros(D * _MOST_ROWS, dtype), np.zeros(D * _MOST_KEYS, dtype)
     s, v_rows = np.zeros(_MOST_ROWS * _MOST_KEYS, dtype), np.zeros(_MOST_KEYS * width, dtype)
     heads = rows = 0
@@ -322,7 +359,8 @@ def _forward(
                     full = _up(num, PRODUCT_ROWS)
                     place = _place(q, b, head, row)
                     _copy_columns(q.memory, place, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
-                    _scores(q_t, k_t, D, full, padded, s)
+                    at_bias = _place_in_dense(steps, b, head, row) + column
+                    _scores(q_t, k_t, D, full, padded, s, dense, at_bias, steps.dense_m)
                     _add_bias(s, num, n, padded, pairs, b, head, row, column)
                     _fold_rows(s, num, padded, maxima, sums, at, total, width, pairs, b, head, row, column)
                     _add_to_rows(s, v_rows, full, n, width, total, at * width)
@@ -349,6 +387,7 @@ def _visit(
     dq, dk, dv = sums.dq, sums.dk, sums.dv
     (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp) = of_rows, of_keys, of_pairs
     one, width, padded = s.dtype.type(1), _up(D, LANES), _up(n, _WIDE)
+    dense, steps = pairs.bias.dense, pairs.bias.at
     _copy_columns(k.memory, _place(k, b, h, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
     _copy_columns(v.memory, _place(v, b, h, key), v.r_step, n, D, one, v_t, _MOST_KEYS, padded)
     _copy_rows(k.memory, _place(k, b, h, key), k.r_step, n, D, scale, k_rows, 0, width)
@@ -362,8 +401,9 @@ def _visit(
         _copy_rows(q.memory, q_at, q.r_step, num, D, scale, q_rows, 0, width)
         _copy_columns(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_t, _MOST_ROWS, _up(full, LANES))
         _copy_rows(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows, 0, width)
-        _scores(q_t, k_t, D, full, padded, s)
-        _scores(d_out_t, v_t, D, full, padded, dp)
+        _scores(q_t, k_t, D, full, padded, s, dense, _place_in_dense(steps, b, h, row) + column, steps.dense_m)
+        d_dense_at = _place(sums.dense, b, h, row) + column
+        _scores(d_out_t, v_t, D, full, padded, dp, sums.dense.memory, d_dense_at, sums.dense.r_step)
         _add_bias(s, num, n, padded, pairs, b, h, row, column)
         _softmax_backward(s, dp, num, padded, lse, delta, pairs, b, h, row, column)
         if sums.learned:
@@ -371,11 +411,8 @@ def _visit(
         _add_to_keys(s, d_out_rows, num, n, width, dv_rows)
         _add_to_keys(dp, q_rows, num, n, width, dk_rows)
         _add_to_rows(dp, k_rows, full, n, width, dq.memory, _place(dq, part, h, row))
-    for j in range(n):
-        dk_at, dv_at = _place(dk, b, h, key + j), _place(dv, b, h, key + j)
-        for d in range(D):
-            dk.memory[dk_at + d] += dk_rows[j * width + d]
-            dv.memory[dv_at + d] += dv_rows[j * width + d]
+    _add_rows(dk_rows, n, D, width, dk.memory, _place(dk, b, h, key), dk.r_step)
+    _add_rows(dv_rows, n, D, width, dv.memory, _place(dv, b, h, key), dv.r_step)
 
 
 @njit(cache=True, nogil=True)

@@ -1,6 +1,7 @@
 """Eight numbers at a time in Numba: vectors of floats and of words for loops that LLVM would not vectorise by itself.
 
     load, store         eight neighbours of an array of float32, float64 or uint32
+    fetch               what a load will want later, into the cache
     splat               one number in all lanes
     + - * /, >> ^ *     lane by lane, of floats or doubles; of words (uint32, which wrap)
     transposed          eight rows of eight numbers become eight columns
@@ -81,6 +82,21 @@ def store(typing, array, index, x):
         builder.store(args[2], _pointer(context, builder, signature.args[0], *args[:2]), align=4)
 
     return types.void(array, types.intp, _OF[array.dtype]), codegen
+
+
+@intrinsic
+def fetch(typing, array, index):
+    """Ask for the cache line of ``array[index]``; nothing waits for it, and an index beyond the array does no harm."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        at = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [at.type, word, word, word])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(prefetch, [at, word(0), word(2), word(1)])  # to read, into the second level, data
+
+    return types.void(array, types.intp), codegen
 
 
 @intrinsic

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from megagraph.attention import reference
+from megagraph.attention import reference, reuse
 from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
@@ -421,7 +423,7 @@ def learned_gradient(form: str, q: Tensor, learned: Tensor) -> Tensor:
     """Where the gradient of the learned part is summed: in lse's dtype, zeroed; a dense plane that no heads share is
     written once, in its own dtype."""
     if form == "dense" and learned.shape[:2] == q.shape[:2]:
-        return torch.empty_like(learned)
+        return reuse.empty_like(learned)
     return torch.zeros_like(learned, dtype=state_dtype(q))
 
 
@@ -538,16 +540,36 @@ def check_inputs(
 
 def _check_values(bias: Bias | None) -> None:
     if isinstance(bias, BucketBias) and bias.index.numel():
-        buckets = bias.table.shape[1]
-        rows = bias.index.flatten(0, 1).split(max((1 << 20) // bias.index.shape[-1], 1))
-        # 255 wraps to 0: every other bucket moves up by one and must stay within the table
-        highest = max(int((some + 1).max()) for some in rows) - 1
+        buckets, highest = bias.table.shape[1], _once(_highest_bucket, bias.index)
         if highest >= buckets:
             raise ValueError(
                 f"BucketBias index must be below the table's {buckets} buckets, or {MASKED_BUCKET} for a masked pair; "
                 f"got {highest}"
             )
-    if isinstance(bias, ProjectedBias) and bias.channels.numel():
-        low, high = bias.channels.aminmax()
-        if not (torch.isfinite(low) and torch.isfinite(high)):
-            raise ValueError("ProjectedBias channels must be finite, got inf or nan; use mask for pairs to leave out")
+    if isinstance(bias, ProjectedBias) and bias.channels.numel() and not _once(_all_finite, bias.channels):
+        raise ValueError("ProjectedBias channels must be finite, got inf or nan; use mask for pairs to leave out")
+
+
+def _highest_bucket(index: Tensor) -> int:
+    rows = index.flatten(0, 1).split(max((1 << 20) // index.shape[-1], 1))
+    # 255 wraps to 0: every other bucket moves up by one
+    return max(int((some + 1).max()) for some in rows) - 1
+
+
+def _all_finite(channels: Tensor) -> bool:
+    low, high = channels.aminmax()
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def _once(of_values: Callable[[Tensor], int], data: Tensor) -> int:
+    """of_values(data), kept until data changes or goes: all layers of a model share the data of their bias."""
+    if data.is_inference():  # has no version
+        return of_values(data)
+    version, value = _values.get(data, (-1, 0))
+    if version != data._version:
+        value = of_values(data)
+        _values[data] = (data._version, value)
+    return value
+
+
+_values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of the data of a bias: (version, value)

@@ -24,6 +24,7 @@ from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
     LANES,
     exp,
+    fetch,
     finite,
     keep_from,
     load,
@@ -41,6 +42,7 @@ from megagraph.attention.threads import CHUNKS, in_threads
 _ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before
 _SCORES_PER_THREAD = 1 << 15
+_LINE = 16  # numbers of a line of the cache
 _IN_A_SUM, _ROWS_IN_A_SUM = 16, 32  # a sum of short sums loses fewer digits than one long sum
 
 
@@ -81,6 +83,22 @@ def _scatter(x, x_at, heads, width, out, at, h_step):
     for i in range(done, width):
         for head in range(heads):
             out[at + head * h_step + i] = x[x_at + LANES * i + head]
+
+
+@njit(cache=True)
+def _fetch(x, at, h_step, heads, width):
+    """Rows of several heads, x [heads, width], into the cache: the processor itself foresees nothing of short pieces
+    that are far apart."""
+    for head in range(heads):
+        for i in range(0, width, _LINE):
+            fetch(x, at + head * h_step + i)
+
+
+@njit(cache=True)
+def _next_group(b, head, H, last, start, i):
+    """(sequence, first head, slot) of row i of the group after this one; a slot of -1 if there is none."""
+    b, head = (b, head + LANES) if head + LANES < H else (b + 1, 0)
+    return b, head, start[b] + i if b < last and start[b] + i < start[b + 1] else -1
 
 
 @njit(cache=True)
@@ -165,6 +183,7 @@ def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, grou
     elif steps.form == DENSE:
         at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
         if _side_by_side(slots, first, n):
+            _fetch(dense, at + slots[first] + steps.dense_m, steps.dense_h, heads, n)
             _gather(dense, at + slots[first], steps.dense_h, heads, n, s, 0)
         else:
             for j in range(n):
@@ -195,6 +214,7 @@ def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, g
     elif steps.form == DENSE:
         at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
         if _side_by_side(slots, first, n):
+            _fetch(d_dense, at + slots[first] + steps.dense_m, steps.dense_h, heads, n)
             _scatter(ds, 0, heads, n, d_dense, at + slots[first], steps.dense_h)
         else:
             for j in range(n):
@@ -276,6 +296,15 @@ def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot = query_at[i], query_slot[i]
+                ahead, ahead_head, there = _next_group(b, head, H, last, key_start, i - query_start[b])
+                if there >= 0:
+                    there = key_at[there]
+                    _fetch(k, ahead * k_b + ahead_head * k_h + there * k_r, k_h, heads, D)
+                    _fetch(v, ahead * v_b + ahead_head * v_h + there * v_r, v_h, heads, D)
+                ahead, ahead_head, there = _next_group(b, head, H, last, query_start, i - query_start[b])
+                if there >= 0:
+                    there = query_at[there]
+                    _fetch(q, ahead * q_b + ahead_head * q_h + there * q_r, q_h, heads, D)
                 _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
                 _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
@@ -338,6 +367,16 @@ def _backward(
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot = query_at[i], query_slot[i]
+                ahead, ahead_head, there = _next_group(b, head, H, last, key_start, i - query_start[b])
+                if there >= 0:
+                    there = key_at[there]
+                    _fetch(k, ahead * k_b + ahead_head * k_h + there * k_r, k_h, heads, D)
+                    _fetch(v, ahead * v_b + ahead_head * v_h + there * v_r, v_h, heads, D)
+                ahead, ahead_head, there = _next_group(b, head, H, last, query_start, i - query_start[b])
+                if there >= 0:
+                    there = query_at[there]
+                    _fetch(q, ahead * q_b + ahead_head * q_h + there * q_r, q_h, heads, D)
+                    _fetch(d_out, ahead * d_out_b + ahead_head * d_out_h + there * d_out_r, d_out_h, heads, D)
                 _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
                 _gather(d_out, b * d_out_b + head * d_out_h + row * d_out_r, d_out_h, heads, D, d_out_t, 0)

@@ -39,6 +39,12 @@ def _words(x, out):
         lanes.store(out, i, (a ^ (a >> lanes.splat(np.uint32(5)))) * lanes.splat(np.uint32(0x85EBCA6B)))
 
 
+@njit
+def _fetch(x):
+    for i in (0, len(x) - 1, -1, len(x), 1 << 40, -(1 << 40)):
+        lanes.fetch(x, i)
+
+
 @pytest.mark.parametrize(("dtype", "low", "high"), [(np.float32, -87.3, 88), (np.float64, -708.3, 709)])
 def test_exp(dtype, low, high):
     x = np.concatenate([np.linspace(low, high, 1 << 16, dtype=dtype), dtype([0, -0.0, 1e-30, -87, 1, -1, 2, -2])])
@@ -95,3 +101,11 @@ def test_words_wrap():
     out = np.empty_like(x)
     _words(x, out)
     assert out.tolist() == [(a ^ a >> 5) * 0x85EBCA6B % 2**32 for a in x.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_fetch_of_what_is_not_there(dtype):
+    x = np.arange(100).astype(dtype)
+    _fetch(x)
+    assert (x == np.arange(100).astype(dtype)).all()
+    assert "prefetch" in next(iter(_fetch.inspect_asm().values()))

@@ -406,6 +406,23 @@ def test_bad_input(case):
         mg.biased_attention(**arguments())
 
 
+def test_data_that_changed_is_checked_again():
+    index, channels = INDEX.clone(), CHANNELS.clone()
+    biases = {
+        "below the table": mg.BucketBias(index, torch.zeros(2, 4)),
+        "finite": mg.ProjectedBias(channels, torch.zeros(2, 2)),
+    }
+    for _ in range(2):
+        for bias in biases.values():
+            mg.biased_attention(**bad(bias=bias))
+    index[0, 0, 0], channels[0, 0, 0, 0] = 4, torch.inf
+    for message, bias in biases.items():
+        with pytest.raises(ValueError, match=message):
+            mg.biased_attention(**bad(bias=bias))
+    with torch.inference_mode(), pytest.raises(ValueError, match="finite"):  # such tensors count no changes
+        mg.biased_attention(**bad(bias=mg.ProjectedBias(channels.clone(), torch.zeros(2, 2))))
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs a machine without CUDA")
 def test_triton_on_a_cpu_names_every_reason(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
