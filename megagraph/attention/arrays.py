@@ -61,6 +61,8 @@ def memory(x: Tensor) -> np.ndarray:
 
 
 def _span(x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return x.detach().view(-1)
     size = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.detach().as_strided((size,), (1,))
 

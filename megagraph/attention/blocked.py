@@ -49,6 +49,7 @@ from megagraph.attention.threads import CHUNKS, in_threads
 
 _MOST_ROWS, _MOST_KEYS = 96, 240  # of a tile; compiled in
 TILE_ROWS, TILE_KEYS = _MOST_ROWS, _MOST_KEYS  # two tiles of fp32 scores take 184 kB
+_ROWS_OF_KEYS = 2 * TILE_ROWS  # that some keys visit before the next: all heads find their bias in the cache
 _WIDE = 2 * LANES
 _SCORES_PER_THREAD = 1 << 15
 
@@ -465,10 +466,8 @@ def _tiles(step: Step) -> np.ndarray:
     return np.array(tiles, np.int64).reshape(-1, 3)
 
 
-def _tile_rows(M: int) -> tuple[int, int]:
-    """Rows of a tile, and of those that some keys visit before the next: all heads find their bias in the cache."""
-    most = 2 * TILE_ROWS
-    return _even(min(M, most), TILE_ROWS, PRODUCT_ROWS), most
+def _tile_rows(M: int) -> int:
+    return _even(min(M, _ROWS_OF_KEYS), TILE_ROWS, PRODUCT_ROWS)
 
 
 def _items(*axes: Iterable[tuple[int, ...]]) -> np.ndarray:
@@ -517,15 +516,14 @@ def attention_step(
     planes += [plane(x, compute) for x in (m, l, acc, out, lse)]
     pairs = _pairs(step, q, compute)
     keep = 1.0 if step.dropout_key is None else 1.0 - step.dropout_p
-    tile_rows, most_rows = _tile_rows(M)
-    rows = _parts(M, most_rows)
+    rows = _parts(M, _ROWS_OF_KEYS)
     groups = math.ceil(2 * CHUNKS * torch.get_num_threads() / (B * len(rows)))
     items = _items(((b,) for b in range(B)), _parts(H, math.ceil(H / groups)), rows)
     costs = (items[:, 2] - items[:, 1]) * (items[:, 4] - items[:, 3]) * max(int(tiles[:, 2].sum()), 1)
 
     def run(_: int, start: int, end: int) -> None:
         scale = number(step.scale)
-        _forward(start, end, items, tiles, tile_rows, D, scale, number(keep), *planes, first, last, pairs)
+        _forward(start, end, items, tiles, _tile_rows(M), D, scale, number(keep), *planes, first, last, pairs)
 
     in_threads(run, costs, _SCORES_PER_THREAD)
     if given is not None and out is not None and given is not out:
@@ -560,7 +558,7 @@ def attention_step_backward(
     dense = d_learned if step.form == "dense" else None
     given = {"dk": dk, "dv": dv} | ({} if dense is None else {"dense": dense})
     sums = {name: side_by_side(x.to(compute)) for name, x in given.items()}
-    items, costs = _backward_items(B, H, M, tiles, dense)
+    items, costs = _backward_items(B, H, M, tiles, dense, _heads_share(step))
     # each part of the keys has a dq of its own, or their order would decide the last digits
     num_parts = int(items[:, -1].max()) + 1
     dq_shares = torch.zeros(num_parts * B, H, _up_to(M, PRODUCT_ROWS), _up_to(D, LANES), dtype=compute)
@@ -576,12 +574,12 @@ def attention_step_backward(
         learned=d_learned is not None,
     )
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), len(pairs.bias.learned)), number)
-    tile_rows, most_rows = _tile_rows(M)
+    most_rows = _ROWS_OF_KEYS if _heads_share(step) else M
 
     def run(chunk: int, start: int, end: int) -> None:
         _backward(
-            start, end, items, tiles, tile_rows, most_rows, B, M, D, number(step.scale), number(keep_scale), inputs,
-            pairs, outputs, d_tables[chunk],
+            start, end, items, tiles, _tile_rows(M), most_rows, B, M, D, number(step.scale), number(keep_scale),
+            inputs, pairs, outputs, d_tables[chunk],
         )  # fmt: skip
 
     in_threads(run, costs, _SCORES_PER_THREAD)
@@ -593,15 +591,24 @@ def attention_step_backward(
             x.copy_(sums[name])
 
 
-def _backward_items(B: int, H: int, M: int, tiles: np.ndarray, dense: Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+def _heads_share(step: Step) -> bool:
+    """Whether heads read the same data of a bias."""
+    return step.form in ("bucket", "projected")
+
+
+def _backward_items(
+    B: int, H: int, M: int, tiles: np.ndarray, dense: Tensor | None, heads_share: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """(b, b_end, h, h_end, tile, tile_end, part of the keys) of every item, and its scores.
 
-    Two items for each thread: of several heads, which share the data of the bias, and of a part of the keys. Whoever
-    shares a dense plane is in one item.
+    Two items for each thread: of several heads, which may share the data of the bias, and of a part of the keys.
+    Whoever shares a dense plane is in one item.
     """
     batches = [(0, B)] if dense is not None and len(dense) < B else _parts(B, 1)
     wanted = math.ceil(2 * torch.get_num_threads() / len(batches))
-    groups = 1 if dense is not None and dense.shape[1] < H else min(math.ceil(math.sqrt(wanted)), H)
+    groups = min(math.ceil(math.sqrt(wanted)) if heads_share else wanted, H)
+    if dense is not None and dense.shape[1] < H:
+        groups = 1
     heads = _parts(H, math.ceil(H / groups))
     parts = _parts(len(tiles), math.ceil(len(tiles) / math.ceil(wanted / len(heads))))
     keys = np.array([tiles[start:end, 2].sum() for start, end in parts])

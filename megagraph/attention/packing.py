@@ -5,6 +5,7 @@ What treats every row by itself does not notice; attention finds the rows of a s
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ class Rows(NamedTuple):
     at: np.ndarray  # int64 [R], place in the tensor
 
     @classmethod
+    @lru_cache(maxsize=8)  # every call of every layer asks for the same
     def whole(cls, batch: int, length: int) -> Rows:
         slot = np.tile(np.arange(length), batch)
         return cls(np.arange(batch + 1) * length, slot, slot)

@@ -437,7 +437,7 @@ def _num_groups(heads: int) -> int:
 
 def _bias(step: Step, heads: int) -> BiasArrays:
     """With ``learned`` [G, R, 8], flat, and a dense plane whose gradient has the same steps."""
-    if step.form == "dense" and step.learned is not None:
+    if step.form == "dense" and step.learned is not None and not step.learned.is_contiguous():
         step = replace(step, learned=step.learned.contiguous())
     bias = bias_arrays(step, torch.float32)
     lanes = np.zeros((_num_groups(heads) * LANES, bias.at.num_learned), np.float32)
@@ -455,7 +455,7 @@ def _dropout(step: Step) -> _Dropout:
 
 def _costs(heads: int, queries: Rows, keys: Rows) -> np.ndarray:
     """Scores of every sequence."""
-    return np.diff(queries.start) * np.diff(keys.start) * heads
+    return (queries.start[1:] - queries.start[:-1]) * (keys.start[1:] - keys.start[:-1]) * heads
 
 
 def whole_rows(step: Step, q: Tensor, k: Tensor) -> tuple[Rows, Rows]:
