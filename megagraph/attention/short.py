@@ -46,13 +46,16 @@ _LINE = 16  # numbers of a line of the cache
 _IN_A_SUM, _ROWS_IN_A_SUM = 16, 32  # a sum of short sums loses fewer digits than one long sum
 
 
+_part = njit(cache=True, forceinline=True)  # a call would pass eight numbers for each array and count its references
+
+
 class _Dropout(NamedTuple):
     keys: np.ndarray  # uint32 [B], or none
     threshold: np.uint32
     scale: np.float32  # 1 / (1 - p)
 
 
-@njit(cache=True)
+@_part
 def _gather(x, at, h_step, heads, width, out, out_at):
     """Rows of several heads, x [heads, width], into out [width, 8]."""
     done = 0
@@ -65,14 +68,14 @@ def _gather(x, at, h_step, heads, width, out, out_at):
             out[out_at + LANES * i + head] = x[at + head * h_step + i]
 
 
-@njit(cache=True)
+@_part
 def _gather_rows(x, at, h_step, r_step, rows, first, n, heads, D, out, width):
     """``n`` of the listed rows of several heads, x [heads, R, D], into out [n, width, 8]."""
     for j in range(n):
         _gather(x, at + rows[first + j] * r_step, h_step, heads, D, out, LANES * width * j)
 
 
-@njit(cache=True)
+@_part
 def _scatter(x, x_at, heads, width, out, at, h_step):
     """Back: x [width, 8] into rows of several heads, out [heads, width]."""
     done = 0
@@ -85,7 +88,7 @@ def _scatter(x, x_at, heads, width, out, at, h_step):
             out[at + head * h_step + i] = x[x_at + LANES * i + head]
 
 
-@njit(cache=True)
+@_part
 def _fetch(x, at, h_step, heads, width):
     """Rows of several heads, x [heads, width], into the cache: the processor itself foresees nothing of short pieces
     that are far apart."""
@@ -101,7 +104,7 @@ def _next_group(b, head, H, last, start, i):
     return b, head, start[b] + i if b < last and start[b] + i < start[b + 1] else -1
 
 
-@njit(cache=True)
+@_part
 def _add_dots(a, b, n, D, out):
     """out[j] += sum_d a[d] b[j, d], for n rounded up to a multiple of 4."""
     row = LANES * D
@@ -121,7 +124,7 @@ def _add_dots(a, b, n, D, out):
         store(out, o + 24, load(out, o + 24) + s3)
 
 
-@njit(cache=True)
+@_part
 def _combine(w, b, n, D, factor, out):
     """out[d] = factor sum_j w[j] b[j, d]; D is a multiple of 4."""
     row = LANES * D
@@ -139,7 +142,7 @@ def _combine(w, b, n, D, factor, out):
         store(out, d + 24, s3 * factor)
 
 
-@njit(cache=True)
+@_part
 def _add_outer(w, a, n, D, out):
     """out[j, d] += w[j] a[d]."""
     row = LANES * D
@@ -149,13 +152,13 @@ def _add_outer(w, a, n, D, out):
             store(out, at + d, multiply_add(x, load(a, d), load(out, at + d)))
 
 
-@njit(cache=True)
+@_part
 def _fill(x, size, value):
     for i in range(0, size, LANES):
         store(x, i, splat(value))
 
 
-@njit(cache=True)
+@_part
 def _scale(x, size, factor):
     for i in range(0, size, LANES):
         store(x, i, load(x, i) * splat(factor))
@@ -166,7 +169,7 @@ def _side_by_side(slots, first, n):
     return n > 0 and slots[first + n - 1] - slots[first] == n - 1
 
 
-@njit(cache=True)
+@_part
 def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, group, heads, slots, first, n):
     """The bias of a row's n keys into s; -inf where masked."""
     at, learned_at = b * steps.b + row * steps.m, group * LANES * steps.num_learned
@@ -197,7 +200,7 @@ def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, grou
                 store(s, LANES * j, splat(_MINUS_INF))
 
 
-@njit(cache=True)
+@_part
 def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, group, heads, slots, first, n):
     """Add a row's share to the table or weight of its group, or write it into the dense plane."""
     at = b * steps.b + row * steps.m
@@ -221,13 +224,13 @@ def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, g
                 _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], steps.dense_h)
 
 
-@njit(cache=True)
+@_part
 def _add(x, size, out, out_at):
     for i in range(0, size, LANES):
         store(out, out_at + i, load(out, out_at + i) + load(x, i))
 
 
-@njit(cache=True)
+@_part
 def _exponentials(s, n):
     """s[j] becomes exp(s[j] - max); returns the max, -inf in an empty row, and the sum."""
     m, l = splat(_MINUS_INF), splat(_ZERO)
@@ -258,7 +261,7 @@ def _padded(size):
     return (size + _UNROLLED - 1) // _UNROLLED * _UNROLLED
 
 
-@njit(cache=True)
+@_part
 def _head_keys(key, group):
     """A sequence's key with each head of the group folded in."""
     head = np.arange(LANES * group, LANES * (group + 1)).astype(np.uint32)
