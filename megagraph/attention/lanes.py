@@ -65,6 +65,30 @@ def _pointer(context, builder: ir.IRBuilder, array_type, array, index) -> ir.Val
 
 
 @intrinsic
+def borrowed(typing, x):
+    """The same arrays, in tuples of any depth, whose references nobody counts: the caller keeps them.
+
+    Numba counts one wherever an array is handed on within a loop, and each time all loads and stores wait for it.
+    """
+
+    def lent(context, builder, kind, value):
+        if isinstance(kind, types.Array):
+            array = context.make_array(kind)(context, builder, value)
+            array.meminfo = cgutils.get_null_value(array.meminfo.type)
+            array.parent = cgutils.get_null_value(array.parent.type)
+            return array._getvalue()
+        if isinstance(kind, types.BaseTuple):
+            values = zip(kind.types, cgutils.unpack_tuple(builder, value, len(kind)), strict=True)
+            return context.make_tuple(builder, kind, [lent(context, builder, *part) for part in values])
+        return value
+
+    def codegen(context, builder, signature, args):
+        return lent(context, builder, signature.args[0], args[0])
+
+    return x(x), codegen
+
+
+@intrinsic
 def load(typing, array, index):
     """Eight neighbours from ``array[index]`` on."""
 

@@ -23,6 +23,7 @@ from megagraph.attention.compiled import mix32, pair_hash
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
     LANES,
+    borrowed,
     exp,
     fetch,
     finite,
@@ -46,7 +47,7 @@ _LINE = 16  # numbers of a line of the cache
 _IN_A_SUM, _ROWS_IN_A_SUM = 16, 32  # a sum of short sums loses fewer digits than one long sum
 
 
-_part = njit(cache=True, forceinline=True)  # a call would pass eight numbers for each array and count its references
+_part = njit(cache=True, forceinline=True)  # a call would pass eight numbers for each array
 
 
 class _Dropout(NamedTuple):
@@ -247,18 +248,12 @@ def _exponentials(s, n):
     return m, l
 
 
-@njit(cache=True)
-def _longest(start, first, last):
-    longest = 0
-    for b in range(first, last):
-        longest = max(longest, start[b + 1] - start[b])
-    return longest
-
-
-@njit(cache=True)
-def _padded(size):
-    """Up to a multiple of 4."""
+def _up(size):
+    """To a multiple of 4."""
     return (size + _UNROLLED - 1) // _UNROLLED * _UNROLLED
+
+
+_padded = njit(cache=True)(_up)
 
 
 @_part
@@ -269,23 +264,20 @@ def _head_keys(key, group):
 
 
 @njit(cache=True, nogil=True)
-def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys, bias, dropout):
+def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scratch):
     """Sequences first..last; maxima and sums [B, H, M], of a row's scores and their exponentials, unless empty."""
-    # arrays are taken out of their tuples once: each time counts a reference
+    q, k, v, out, maxima, sums = borrowed(planes)
     q, q_b, q_h, q_r = q
     k, k_b, k_h, k_r = k
     v, v_b, v_h, v_r = v
     out, out_b, out_h, out_r = out
     maxima, maxima_b, maxima_h, maxima_r = maxima
     sums = sums.memory
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
-    buckets, channels, learned, dense, mask, steps = bias
-    dropout_keys, threshold, dropout_scale = dropout
-    size, width = _padded(_longest(key_start, first, last)), _padded(D)
-    # zeros stay where D was rounded up, and add nothing
-    k_t, v_t = np.zeros(LANES * size * width, np.float32), np.zeros(LANES * size * width, np.float32)
-    q_t, out_t = np.zeros(LANES * width, np.float32), np.empty(LANES * width, np.float32)
-    s, state = np.zeros(LANES * size, np.float32), np.empty(2 * LANES, np.float32)
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed((queries, keys))
+    buckets, channels, learned, dense, mask, steps = borrowed(bias)
+    dropout_keys, threshold, dropout_scale = borrowed(dropout)
+    width = _padded(D)
+    k_t, v_t, q_t, out_t, s, state = borrowed(scratch)
     head_key = row_key = splat(np.uint32(0))
     dropped = len(dropout_keys) > 0
     for b in range(first, last):
@@ -331,11 +323,10 @@ def _forward(first, last, H, D, scale, q, k, v, out, maxima, sums, queries, keys
 
 @njit(cache=True, nogil=True)
 def _backward(
-    first, last, H, D, scale, q, k, v, d_out, d_lse, dq, dk, dv, learned_grad, d_learned, d_dense, queries, keys, bias,
-    dropout,
-):  # fmt: skip
+    first, last, H, D, scale, planes, learned_grad, d_learned, d_dense, queries, keys, bias, dropout, scratch
+):
     """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``."""
-    # arrays are taken out of their tuples once: each time counts a reference
+    q, k, v, d_out, d_lse, dq, dk, dv = borrowed(planes)
     q, q_b, q_h, q_r = q
     k, k_b, k_h, k_r = k
     v, v_b, v_h, v_r = v
@@ -344,17 +335,12 @@ def _backward(
     dq, dq_b, dq_h, dq_r = dq
     dk, dk_b, dk_h, dk_r = dk
     dv, dv_b, dv_h, dv_r = dv
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
-    buckets, channels, learned, dense, mask, steps = bias
-    dropout_keys, threshold, dropout_scale = dropout
-    of_group = LANES * steps.num_learned
-    size, width = _padded(_longest(key_start, first, last)), _padded(D)
-    k_t, v_t = np.zeros(LANES * size * width, np.float32), np.zeros(LANES * size * width, np.float32)
-    dk_t, dv_t = np.empty(LANES * size * width, np.float32), np.empty(LANES * size * width, np.float32)
-    q_t, d_out_t = np.zeros(LANES * width, np.float32), np.zeros(LANES * width, np.float32)
-    dq_t, state = np.empty(LANES * width, np.float32), np.zeros(LANES, np.float32)
-    s, dp = np.zeros(LANES * size, np.float32), np.zeros(LANES * size, np.float32)
-    kept, d_table = np.zeros(LANES * size, np.float32), np.zeros(of_group, np.float32)
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed((queries, keys))
+    buckets, channels, learned, dense, mask, steps = borrowed(bias)
+    dropout_keys, threshold, dropout_scale = borrowed(dropout)
+    d_learned, d_dense = borrowed((d_learned, d_dense))
+    width, of_group = _padded(D), LANES * steps.num_learned
+    k_t, v_t, dk_t, dv_t, q_t, d_out_t, dq_t, s, dp, kept, d_table, state = borrowed(scratch)
     head_key = row_key = splat(np.uint32(0))
     dropped = len(dropout_keys) > 0
     for b in range(first, last):
@@ -456,6 +442,17 @@ def _dropout(step: Step) -> _Dropout:
     return _Dropout(keys, np.uint32(dropout_threshold(step.dropout_p)), np.float32(1.0 / (1.0 - step.dropout_p)))
 
 
+def _scratch(*sizes: int) -> tuple[np.ndarray, ...]:
+    """Arrays of so many vectors. They start as zeros: what is never written, where D was rounded up, adds nothing."""
+    ends = np.cumsum(sizes) * LANES
+    return tuple(np.split(torch.zeros(int(ends[-1]), dtype=torch.float32).numpy(), ends[:-1]))
+
+
+def _longest(rows: Rows, first: int, last: int) -> int:
+    start = rows.start[first : last + 1]
+    return int((start[1:] - start[:-1]).max(initial=0))
+
+
 def _costs(heads: int, queries: Rows, keys: Rows) -> np.ndarray:
     """Scores of every sequence."""
     return (queries.start[1:] - queries.start[:-1]) * (keys.start[1:] - keys.start[:-1]) * heads
@@ -480,11 +477,13 @@ def attention(
     _, H, _, D = q.shape
     sums, given = None if lse is None else torch.empty_like(lse), out
     out = _side_by_side_as(given)
-    planes = [plane(x, q.dtype) for x in (q, k, v, out, lse, sums)]
+    planes = tuple(plane(x, q.dtype) for x in (q, k, v, out, lse, sums))
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
 
     def run(_: int, first: int, last: int) -> None:
-        _forward(first, last, H, D, scale, *planes, queries, keys, bias, dropout)
+        size, width = _up(_longest(keys, first, last)), _up(D)
+        scratch = _scratch(size * width, size * width, width, width, size, 2)
+        _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if lse is not None and sums is not None:
@@ -520,15 +519,16 @@ def attention_backward(
     if d_learned is not None and step.form == "dense":
         given["d_dense"] = d_learned
         written["d_dense"] = d_dense = d_learned if d_learned.is_contiguous() else torch.zeros(d_learned.shape)
-    inputs = [plane(x, q.dtype) for x in (q, k, v, d_out, d_lse)]
-    planes = inputs + [plane(written[name], q.dtype) for name in ("dq", "dk", "dv")]
+    planes = tuple(plane(x, q.dtype) for x in (q, k, v, d_out, d_lse, *map(written.get, ("dq", "dk", "dv"))))
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), len(bias.learned)), np.float32)
     learned_grad, dense_memory = d_learned is not None, np.empty(0, np.float32) if d_dense is None else memory(d_dense)
 
     def run(chunk: int, first: int, last: int) -> None:
-        gradients = (learned_grad, shares[chunk], dense_memory)
-        _backward(first, last, H, D, scale, *planes, *gradients, queries, keys, bias, dropout)
+        size, width = _up(_longest(keys, first, last)), _up(D)
+        sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (bias.at.num_learned, 1)
+        gradients = learned_grad, shares[chunk], dense_memory
+        _backward(first, last, H, D, scale, planes, *gradients, queries, keys, bias, dropout, _scratch(*sizes))
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and step.form != "dense":

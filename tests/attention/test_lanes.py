@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from numba import njit
@@ -109,3 +111,17 @@ def test_fetch_of_what_is_not_there(dtype):
     _fetch(x)
     assert (x == np.arange(100).astype(dtype)).all()
     assert "prefetch" in next(iter(_fetch.inspect_asm().values()))
+
+
+@njit
+def _borrowed_sum(x, pair):
+    (y, _), z = lanes.borrowed((pair, x))
+    return y[0] + z[1]
+
+
+def test_borrowed_arrays_stay_with_the_caller():
+    x, y = np.arange(3.0), np.full(2, 5.0)
+    counts = sys.getrefcount(x), sys.getrefcount(y)
+    for _ in range(100):
+        assert _borrowed_sum(x, (y, 7)) == 6
+    assert (sys.getrefcount(x), sys.getrefcount(y)) == counts
