@@ -583,7 +583,7 @@ def attention_step_backward(
         )  # fmt: skip
 
     in_threads(run, costs, _SCORES_PER_THREAD)
-    dq += dq_shares.unflatten(0, (num_parts, B)).sum(dim=0)[:, :, :M, :D]
+    dq += sum(dq_shares.split(B))[:, :, :M, :D]
     if d_learned is not None and dense is None:
         d_learned += torch.from_numpy(d_tables.sum(axis=0)).view(H, -1)[:, : d_learned.shape[1]]
     for name, x in given.items():
@@ -601,11 +601,11 @@ def _backward_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(b, b_end, h, h_end, tile, tile_end, part of the keys) of every item, and its scores.
 
-    Two items for each thread: of several heads, which may share the data of the bias, and of a part of the keys.
-    Whoever shares a dense plane is in one item.
+    An item is some heads and a part of the keys: two items for each thread where heads share the data of the bias,
+    more where they do not. Whoever shares a dense plane is in one item.
     """
     batches = [(0, B)] if dense is not None and len(dense) < B else _parts(B, 1)
-    wanted = math.ceil(2 * torch.get_num_threads() / len(batches))
+    wanted = math.ceil((2 if heads_share else CHUNKS) * torch.get_num_threads() / len(batches))
     groups = min(math.ceil(math.sqrt(wanted)) if heads_share else wanted, H)
     if dense is not None and dense.shape[1] < H:
         groups = 1
