@@ -51,6 +51,7 @@ _MOST_ROWS, _MOST_KEYS = 96, 240  # of a tile; compiled in
 TILE_ROWS, TILE_KEYS = _MOST_ROWS, _MOST_KEYS  # two tiles of fp32 scores take 184 kB
 _ROWS_OF_KEYS = 2 * TILE_ROWS  # that some keys visit before the next: all heads find their bias in the cache
 _WIDE = 2 * LANES
+_PANEL = _MOST_ROWS * _WIDE
 _SCORES_PER_THREAD = 1 << 15
 
 
@@ -103,6 +104,19 @@ def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
             store(out, to + d, load(x, row + d) * splat(factor))
         for d in range(whole, D):
             out[to + d] = x[row + d] * factor
+
+
+@njit(cache=True)
+def _copy_panels(x, at, r_step, n, D, factor, out):
+    """factor * x [n, D] into panels of 16 columns, out [panel, n, 16], n at most those of a tile: a product reads one
+    panel many times, and rows as far apart as those of x would share a few places of the cache."""
+    whole = D // LANES * LANES
+    for i in range(n):
+        row, to = at + i * r_step, i * _WIDE
+        for d in range(0, whole, LANES):
+            store(out, d // _WIDE * _PANEL + to + d % _WIDE, load(x, row + d) * splat(factor))
+        for d in range(whole, D):
+            out[d // _WIDE * _PANEL + to + d % _WIDE] = x[row + d] * factor
 
 
 @njit(cache=True)
@@ -165,14 +179,14 @@ def _add_to_rows(s, x, m, n, width, out, at):
 
 @njit(cache=True)
 def _add_to_keys(s, x, m, n, width, out):
-    """out [n, width] += s^T x of s [m, n] and x [m, width]."""
+    """out [n, width] += s^T x of s [m, n] and x [m, width], in panels."""
     wide = width // _WIDE * _WIDE
     for d in range(0, wide, _WIDE):
         for j in range(0, n, PRODUCT_ROWS):
-            product_16(s, j, 1, _MOST_KEYS, m, x, d, width, out, j * width + d, width, True)
+            product_16(s, j, 1, _MOST_KEYS, m, x, d * _MOST_ROWS, _WIDE, out, j * width + d, width, True)
     if wide < width:
         for j in range(0, n, PRODUCT_ROWS):
-            product_8(s, j, 1, _MOST_KEYS, m, x, wide, width, out, j * width + wide, width, True)
+            product_8(s, j, 1, _MOST_KEYS, m, x, wide * _MOST_ROWS, _WIDE, out, j * width + wide, width, True)
 
 
 @njit(cache=True)
@@ -399,9 +413,9 @@ def _visit(
         full = _up(num, PRODUCT_ROWS)
         q_at, d_out_at = _place(q, b, h, row), _place(d_out, b, h, row)
         _copy_columns(q.memory, q_at, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
-        _copy_rows(q.memory, q_at, q.r_step, num, D, scale, q_rows, 0, width)
+        _copy_panels(q.memory, q_at, q.r_step, num, D, scale, q_rows)
         _copy_columns(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_t, _MOST_ROWS, _up(full, LANES))
-        _copy_rows(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows, 0, width)
+        _copy_panels(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows)
         _scores(q_t, k_t, D, full, padded, s, dense, _place_in_dense(steps, b, h, row) + column, steps.dense_m)
         d_dense_at = _place(sums.dense, b, h, row) + column
         _scores(d_out_t, v_t, D, full, padded, dp, sums.dense.memory, d_dense_at, sums.dense.r_step)
@@ -422,8 +436,8 @@ def _backward(
 ):  # fmt: skip
     """Items (b, b_end, h, h_end, tile, tile_end, part), over all rows; d_learned [H, R], flat, of a table or weight."""
     dtype, width, num_learned = d_learned.dtype, _up(D, LANES), pairs.bias.at.num_learned
-    of_rows = (np.zeros(_MOST_ROWS * width, dtype), np.zeros(_MOST_ROWS * width, dtype),
-               np.zeros(_MOST_ROWS * width, dtype), np.zeros(_MOST_ROWS * width, dtype))  # fmt: skip
+    room = _MOST_ROWS * _up(D, _WIDE)
+    of_rows = np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype)
     # a product reads and writes up to a multiple of its rows
     room = (_MOST_KEYS + PRODUCT_ROWS) * width
     of_keys = (np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype),
