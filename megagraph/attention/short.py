@@ -98,11 +98,11 @@ def _fetch(x, at, h_step, heads, width):
             fetch(x, at + head * h_step + i)
 
 
-@njit(cache=True)
-def _next_group(b, head, H, last, start, i):
-    """(sequence, first head, slot) of row i of the group after this one; a slot of -1 if there is none."""
-    b, head = (b, head + LANES) if head + LANES < H else (b + 1, 0)
-    return b, head, start[b] + i if b < last and start[b] + i < start[b + 1] else -1
+@_part
+def _fetch_row(x, x_b, x_h, x_r, start, at, b, head, last, nth, heads, D):
+    """A row of the heads of a sequence into the cache, if it has so many and is before ``last``."""
+    if b < last and start[b] + nth < start[b + 1]:
+        _fetch(x, b * x_b + head * x_h + at[start[b] + nth] * x_r, x_h, heads, D)
 
 
 @_part
@@ -285,21 +285,17 @@ def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scr
         for group in range(-(-H // LANES)):
             head = LANES * group
             heads = min(LANES, H - head)
+            next_b, next_head = (b, head + LANES) if head + LANES < H else (b + 1, 0)
             _gather_rows(k, b * k_b + head * k_h, k_h, k_r, key_at, at, n, heads, D, k_t, width)
             _gather_rows(v, b * v_b + head * v_h, v_h, v_r, key_at, at, n, heads, D, v_t, width)
             if dropped:
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot = query_at[i], query_slot[i]
-                ahead, ahead_head, there = _next_group(b, head, H, last, key_start, i - query_start[b])
-                if there >= 0:
-                    there = key_at[there]
-                    _fetch(k, ahead * k_b + ahead_head * k_h + there * k_r, k_h, heads, D)
-                    _fetch(v, ahead * v_b + ahead_head * v_h + there * v_r, v_h, heads, D)
-                ahead, ahead_head, there = _next_group(b, head, H, last, query_start, i - query_start[b])
-                if there >= 0:
-                    there = query_at[there]
-                    _fetch(q, ahead * q_b + ahead_head * q_h + there * q_r, q_h, heads, D)
+                nth = i - query_start[b]
+                _fetch_row(k, k_b, k_h, k_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
+                _fetch_row(v, v_b, v_h, v_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
+                _fetch_row(q, q_b, q_h, q_r, query_start, query_at, next_b, next_head, last, nth, heads, D)
                 _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
                 _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
@@ -348,6 +344,7 @@ def _backward(
         for group in range(-(-H // LANES)):
             head = LANES * group
             heads = min(LANES, H - head)
+            next_b, next_head = (b, head + LANES) if head + LANES < H else (b + 1, 0)
             _gather_rows(k, b * k_b + head * k_h, k_h, k_r, key_at, at, n, heads, D, k_t, width)
             _gather_rows(v, b * v_b + head * v_h, v_h, v_r, key_at, at, n, heads, D, v_t, width)
             _fill(dk_t, LANES * width * n, _ZERO)
@@ -356,16 +353,13 @@ def _backward(
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot = query_at[i], query_slot[i]
-                ahead, ahead_head, there = _next_group(b, head, H, last, key_start, i - query_start[b])
-                if there >= 0:
-                    there = key_at[there]
-                    _fetch(k, ahead * k_b + ahead_head * k_h + there * k_r, k_h, heads, D)
-                    _fetch(v, ahead * v_b + ahead_head * v_h + there * v_r, v_h, heads, D)
-                ahead, ahead_head, there = _next_group(b, head, H, last, query_start, i - query_start[b])
-                if there >= 0:
-                    there = query_at[there]
-                    _fetch(q, ahead * q_b + ahead_head * q_h + there * q_r, q_h, heads, D)
-                    _fetch(d_out, ahead * d_out_b + ahead_head * d_out_h + there * d_out_r, d_out_h, heads, D)
+                nth = i - query_start[b]
+                _fetch_row(k, k_b, k_h, k_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
+                _fetch_row(v, v_b, v_h, v_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
+                _fetch_row(q, q_b, q_h, q_r, query_start, query_at, next_b, next_head, last, nth, heads, D)
+                _fetch_row(
+                    d_out, d_out_b, d_out_h, d_out_r, query_start, query_at, next_b, next_head, last, nth, heads, D
+                )
                 _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
                 _gather(d_out, b * d_out_b + head * d_out_h + row * d_out_r, d_out_h, heads, D, d_out_t, 0)
