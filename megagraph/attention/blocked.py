@@ -153,8 +153,7 @@ def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
 def _scores(rows, keys, D, m, n, out, ahead, ahead_at, ahead_step):
     """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width.
 
-    Meanwhile a tile of ``ahead``, unless that is empty, comes into the cache: the processor itself foresees nothing of
-    short pieces of rows that are far apart.
+    Meanwhile a tile of ``ahead``, unless that is empty, comes into the cache.
     """
     some_ahead = len(ahead) > 0
     for j in range(0, n, _WIDE):

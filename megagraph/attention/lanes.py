@@ -110,7 +110,10 @@ def store(typing, array, index, x):
 
 @intrinsic
 def fetch(typing, array, index):
-    """Ask for the cache line of ``array[index]``; nothing waits for it, and an index beyond the array does no harm."""
+    """Ask for the cache line of ``array[index]``; nothing waits for it, and an index beyond the array does no harm.
+
+    For short pieces that are far apart, of which the processor itself foresees nothing.
+    """
 
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -1,7 +1,7 @@
 """Memory of large gradients on a CPU, kept for the next step.
 
 The C library maps memory of 32 MiB and more anew each time, and a fresh page costs the system more than it costs to
-fill: with a dense bias it was a fifth of the backward. Autograd asks for the same gradients in every step.
+fill. Autograd asks for the same gradients in every step.
 """
 
 from __future__ import annotations

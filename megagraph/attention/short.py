@@ -91,8 +91,7 @@ def _scatter(x, x_at, heads, width, out, at, h_step):
 
 @_part
 def _fetch(x, at, h_step, heads, width):
-    """Rows of several heads, x [heads, width], into the cache: the processor itself foresees nothing of short pieces
-    that are far apart."""
+    """Rows of several heads, x [heads, width], into the cache."""
     for head in range(heads):
         for i in range(0, width, _LINE):
             fetch(x, at + head * h_step + i)
