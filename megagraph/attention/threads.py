@@ -40,8 +40,10 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
     if threads < 2:
         run(0, 0, len(costs))
         return
+    # the last chunks are the smallest, so that the threads end together: shares n, n - 1, ..., 1 of all
     ends, num_chunks = costs.cumsum(), CHUNKS * threads
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_chunks) / num_chunks, side="right").tolist()
+    shares = np.arange(num_chunks, 0, -1)
+    cuts = np.searchsorted(ends, ends[-1] * shares.cumsum()[:-1] / shares.sum(), side="right").tolist()
     chunks = iter([c for c in zip(range(num_chunks), [0, *cuts], [*cuts, len(costs)], strict=True) if c[1] < c[2]])
     errors: list[BaseException] = []
 
