@@ -51,7 +51,6 @@ _MOST_ROWS, _MOST_KEYS = 96, 240  # of a tile; compiled in
 TILE_ROWS, TILE_KEYS = _MOST_ROWS, _MOST_KEYS  # two tiles of fp32 scores take 184 kB
 _ROWS_OF_KEYS = 2 * TILE_ROWS  # that some keys visit before the next: all heads find their bias in the cache
 _WIDE = 2 * LANES
-_PANEL = _MOST_ROWS * _WIDE
 _SCORES_PER_THREAD = 1 << 15
 
 
@@ -107,16 +106,16 @@ def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
 
 
 @njit(cache=True)
-def _copy_panels(x, at, r_step, n, D, factor, out):
-    """factor * x [n, D] into panels of 16 columns, out [panel, n, 16], n at most those of a tile: a product reads one
-    panel many times, and rows as far apart as those of x would share a few places of the cache."""
-    whole = D // LANES * LANES
+def _copy_panels(x, at, r_step, n, D, factor, out, rows):
+    """factor * x [n, D] into panels of 16 columns, out [panel, rows, 16]: a product reads one panel many times, and
+    rows as far apart as those of x would share a few places of the cache."""
+    whole, panel = D // LANES * LANES, rows * _WIDE
     for i in range(n):
         row, to = at + i * r_step, i * _WIDE
         for d in range(0, whole, LANES):
-            store(out, d // _WIDE * _PANEL + to + d % _WIDE, load(x, row + d) * splat(factor))
+            store(out, d // _WIDE * panel + to + d % _WIDE, load(x, row + d) * splat(factor))
         for d in range(whole, D):
-            out[d // _WIDE * _PANEL + to + d % _WIDE] = x[row + d] * factor
+            out[d // _WIDE * panel + to + d % _WIDE] = x[row + d] * factor
 
 
 @njit(cache=True)
@@ -166,14 +165,14 @@ def _scores(rows, keys, D, m, n, out, ahead, ahead_at, ahead_step):
 
 @njit(cache=True)
 def _add_to_rows(s, x, m, n, width, out, at):
-    """out [m, width] += s x of s [m, n] and x [n, width]."""
+    """out [m, width] += s x of s [m, n] and x [n, width], in panels."""
     wide = width // _WIDE * _WIDE
-    for d in range(0, wide, _WIDE):
-        for i in range(0, m, PRODUCT_ROWS):
-            product_16(s, i * _MOST_KEYS, _MOST_KEYS, 1, n, x, d, width, out, at + i * width + d, width, True)
-    if wide < width:
-        for i in range(0, m, PRODUCT_ROWS):
-            product_8(s, i * _MOST_KEYS, _MOST_KEYS, 1, n, x, wide, width, out, at + i * width + wide, width, True)
+    for i in range(0, m, PRODUCT_ROWS):
+        row, to = i * _MOST_KEYS, at + i * width
+        for d in range(0, wide, _WIDE):
+            product_16(s, row, _MOST_KEYS, 1, n, x, d * _MOST_KEYS, _WIDE, out, to + d, width, True)
+        if wide < width:
+            product_8(s, row, _MOST_KEYS, 1, n, x, wide * _MOST_KEYS, _WIDE, out, to + wide, width, True)
 
 
 @njit(cache=True)
@@ -343,7 +342,7 @@ def _forward(
     dtype, width = q.memory.dtype, _up(D, LANES)
     one, dense, steps = dtype.type(1), pairs.bias.dense, pairs.bias.at
     q_t, k_t = np.zeros(D * _MOST_ROWS, dtype), np.zeros(D * _MOST_KEYS, dtype)
-    s, v_rows = np.zeros(_MOST_ROWS * _MOST_KEYS, dtype), np.zeros(_MOST_KEYS * width, dtype)
+    s, v_rows = np.zeros(_MOST_ROWS * _MOST_KEYS, dtype), np.zeros(_MOST_KEYS * _up(D, _WIDE), dtype)
     heads = rows = 0
     for item in range(first, last):
         heads = max(heads, items[item, 2] - items[item, 1])
@@ -367,7 +366,7 @@ def _forward(
             padded = _up(n, _WIDE)
             for head in range(h, h_end):
                 _copy_columns(k.memory, _place(k, b, head, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
-                _copy_rows(v.memory, _place(v, b, head, key), v.r_step, n, D, one, v_rows, 0, width)
+                _copy_panels(v.memory, _place(v, b, head, key), v.r_step, n, D, one, v_rows, _MOST_KEYS)
                 for row in range(first_row, end, tile_rows):
                     num, at = min(tile_rows, end - row), (head - h) * rows + row - first_row
                     full = _up(num, PRODUCT_ROWS)
@@ -404,7 +403,7 @@ def _visit(
     dense, steps = pairs.bias.dense, pairs.bias.at
     _copy_columns(k.memory, _place(k, b, h, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
     _copy_columns(v.memory, _place(v, b, h, key), v.r_step, n, D, one, v_t, _MOST_KEYS, padded)
-    _copy_rows(k.memory, _place(k, b, h, key), k.r_step, n, D, scale, k_rows, 0, width)
+    _copy_panels(k.memory, _place(k, b, h, key), k.r_step, n, D, scale, k_rows, _MOST_KEYS)
     dk_rows[:] = 0
     dv_rows[:] = 0
     for row in range(first_row, end, tile_rows):
@@ -412,9 +411,9 @@ def _visit(
         full = _up(num, PRODUCT_ROWS)
         q_at, d_out_at = _place(q, b, h, row), _place(d_out, b, h, row)
         _copy_columns(q.memory, q_at, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
-        _copy_panels(q.memory, q_at, q.r_step, num, D, scale, q_rows)
+        _copy_panels(q.memory, q_at, q.r_step, num, D, scale, q_rows, _MOST_ROWS)
         _copy_columns(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_t, _MOST_ROWS, _up(full, LANES))
-        _copy_panels(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows)
+        _copy_panels(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows, _MOST_ROWS)
         _scores(q_t, k_t, D, full, padded, s, dense, _place_in_dense(steps, b, h, row) + column, steps.dense_m)
         d_dense_at = _place(sums.dense, b, h, row) + column
         _scores(d_out_t, v_t, D, full, padded, dp, sums.dense.memory, d_dense_at, sums.dense.r_step)
@@ -434,11 +433,11 @@ def _backward(
     first, last, items, tiles, tile_rows, most_rows, B, M, D, scale, keep_scale, inputs, pairs, sums, d_learned
 ):  # fmt: skip
     """Items (b, b_end, h, h_end, tile, tile_end, part), over all rows; d_learned [H, R], flat, of a table or weight."""
-    dtype, width, num_learned = d_learned.dtype, _up(D, LANES), pairs.bias.at.num_learned
-    room = _MOST_ROWS * _up(D, _WIDE)
+    dtype, wide, num_learned = d_learned.dtype, _up(D, _WIDE), pairs.bias.at.num_learned
+    room = _MOST_ROWS * wide
     of_rows = np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype)
     # a product reads and writes up to a multiple of its rows
-    room = (_MOST_KEYS + PRODUCT_ROWS) * width
+    room = (_MOST_KEYS + PRODUCT_ROWS) * wide
     of_keys = (np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype),
                np.zeros(room, dtype))  # fmt: skip
     room = _MOST_ROWS * _MOST_KEYS + PRODUCT_ROWS
