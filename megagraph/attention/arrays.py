@@ -32,9 +32,6 @@ class Steps(NamedTuple):
     b: int
     c: int
     m: int
-    dense_b: int
-    dense_h: int
-    dense_m: int
     mask_b: int
     mask_m: int
 
@@ -45,7 +42,7 @@ class BiasArrays(NamedTuple):
     buckets: np.ndarray  # uint8, the memory of [B, M, N]
     channels: np.ndarray  # the memory of [B, C, M, N]
     learned: np.ndarray  # [H, R], flat: table or weight
-    dense: np.ndarray  # the memory of [B, H, M, N]
+    dense: Plane  # [B, H, M, N]
     mask: np.ndarray  # bool, the memory of [B, M, N], True = masked
     at: Steps
 
@@ -92,14 +89,14 @@ def _step(x: Tensor, axis: int) -> int:
 
 def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     """The bias of a step, its numbers in ``dtype``."""
-    nothing = torch.empty(0, dtype=dtype)
+    nothing = learned = torch.empty(0, dtype=dtype)
     buckets, channels, mask = np.empty(0, np.uint8), nothing.numpy(), np.empty(0, bool)
-    learned = dense = nothing
-    num_learned, steps, dense_steps, mask_steps = 0, (0, 0, 0), (0, 0, 0), (0, 0)
+    num_learned, steps, mask_steps = 0, (0, 0, 0), (0, 0)
+    dense = Plane(_memory_of_parameter(nothing), 0, 0, 0)
     if step.form == "dense":
         assert step.learned is not None
-        dense = side_by_side(step.learned.detach().to(dtype))
-        dense_steps = _steps(dense)
+        values = side_by_side(step.learned.detach().to(dtype))
+        dense = Plane(_memory_of_parameter(values), *_steps(values))
     if step.form in ("bucket", "projected"):
         assert step.data is not None and step.learned is not None
         data = side_by_side(step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(dtype))
@@ -114,5 +111,5 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     if step.bias_mask is not None:
         given = side_by_side(step.bias_mask)
         mask, mask_steps = memory(given), (_step(given, 0), given.stride(1))
-    at = Steps(_FORMS[step.form], num_learned, *steps, *dense_steps, *mask_steps)
-    return BiasArrays(buckets, channels, _memory_of_parameter(learned), _memory_of_parameter(dense), mask, at)
+    at = Steps(_FORMS[step.form], num_learned, *steps, *mask_steps)
+    return BiasArrays(buckets, channels, _memory_of_parameter(learned), dense, mask, at)

@@ -88,12 +88,6 @@ def _place(x, b, h, r):
 
 
 @njit(cache=True)
-def _place_in_dense(steps, b, h, row):
-    """Of a row in the memory of a dense bias."""
-    return b * steps.dense_b + h * steps.dense_h + row * steps.dense_m
-
-
-@njit(cache=True)
 def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
     """factor * x [n, D] into out [n, width]."""
     whole = D // LANES * LANES
@@ -149,17 +143,18 @@ def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
 
 
 @njit(cache=True)
-def _scores(rows, keys, D, m, n, out, ahead, ahead_at, ahead_step):
+def _scores(rows, keys, D, m, n, out, wanted, at):
     """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width.
 
-    Meanwhile a tile of ``ahead``, unless that is empty, comes into the cache.
+    Meanwhile the tile at ``at`` of the plane wanted next, unless that is empty, comes into the cache.
     """
+    ahead, step = wanted.memory, wanted.r_step
     some_ahead = len(ahead) > 0
     for j in range(0, n, _WIDE):
         for i in range(0, m, PRODUCT_ROWS):
             if some_ahead:
                 for row in range(i, i + PRODUCT_ROWS):
-                    fetch(ahead, ahead_at + row * ahead_step + j)
+                    fetch(ahead, at + row * step + j)
             product_16(rows, i, 1, _MOST_ROWS, D, keys, j, _MOST_KEYS, out, i * _MOST_KEYS + j, _MOST_KEYS, False)
 
 
@@ -192,6 +187,7 @@ def _add_bias(s, m, n, padded, pairs, b, h, row, column):
     """Add the bias to the scores of m rows and n keys; -inf where masked, and on to ``padded``."""
     # arrays are taken out of their tuples once for a tile: each time counts a reference
     (buckets, channels, learned, dense, mask, steps), padding = pairs.bias, pairs.padding
+    dense, dense_at, dense_step = dense.memory, _place(dense, b, h, row) + column, dense.r_step
     whole = n // LANES * LANES
     for i in range(m):
         o, at = i * _MOST_KEYS, b * steps.b + (row + i) * steps.m + column
@@ -220,7 +216,7 @@ def _add_bias(s, m, n, padded, pairs, b, h, row, column):
                 for j in range(whole, n):
                     s[o + j] += learned[weight + c] * channels[at + c * steps.c + j]
         elif steps.form == DENSE:
-            at = _place_in_dense(steps, b, h, row + i) + column
+            at = dense_at + i * dense_step
             for j in range(0, whole, LANES):
                 store(s, o + j, load(s, o + j) + load(dense, at + j))
             for j in range(whole, n):
@@ -340,7 +336,7 @@ def _forward(
 ):  # fmt: skip
     """Items (b, h, h_end, row, row_end), over all tiles of keys."""
     dtype, width = q.memory.dtype, _up(D, LANES)
-    one, dense, steps = dtype.type(1), pairs.bias.dense, pairs.bias.at
+    one, dense = dtype.type(1), pairs.bias.dense
     q_t, k_t = np.zeros(D * _MOST_ROWS, dtype), np.zeros(D * _MOST_KEYS, dtype)
     s, v_rows = np.zeros(_MOST_ROWS * _MOST_KEYS, dtype), np.zeros(_MOST_KEYS * _up(D, _WIDE), dtype)
     heads = rows = 0
@@ -372,8 +368,7 @@ def _forward(
                     full = _up(num, PRODUCT_ROWS)
                     place = _place(q, b, head, row)
                     _copy_columns(q.memory, place, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
-                    at_bias = _place_in_dense(steps, b, head, row) + column
-                    _scores(q_t, k_t, D, full, padded, s, dense, at_bias, steps.dense_m)
+                    _scores(q_t, k_t, D, full, padded, s, dense, _place(dense, b, head, row) + column)
                     _add_bias(s, num, n, padded, pairs, b, head, row, column)
                     _fold_rows(s, num, padded, maxima, sums, at, total, width, pairs, b, head, row, column)
                     _add_to_rows(s, v_rows, full, n, width, total, at * width)
@@ -400,7 +395,7 @@ def _visit(
     dq, dk, dv = sums.dq, sums.dk, sums.dv
     (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp) = of_rows, of_keys, of_pairs
     one, width, padded = s.dtype.type(1), _up(D, LANES), _up(n, _WIDE)
-    dense, steps = pairs.bias.dense, pairs.bias.at
+    dense, d_dense = pairs.bias.dense, sums.dense
     _copy_columns(k.memory, _place(k, b, h, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
     _copy_columns(v.memory, _place(v, b, h, key), v.r_step, n, D, one, v_t, _MOST_KEYS, padded)
     _copy_panels(k.memory, _place(k, b, h, key), k.r_step, n, D, scale, k_rows, _MOST_KEYS)
@@ -414,9 +409,8 @@ def _visit(
         _copy_panels(q.memory, q_at, q.r_step, num, D, scale, q_rows, _MOST_ROWS)
         _copy_columns(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_t, _MOST_ROWS, _up(full, LANES))
         _copy_panels(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows, _MOST_ROWS)
-        _scores(q_t, k_t, D, full, padded, s, dense, _place_in_dense(steps, b, h, row) + column, steps.dense_m)
-        d_dense_at = _place(sums.dense, b, h, row) + column
-        _scores(d_out_t, v_t, D, full, padded, dp, sums.dense.memory, d_dense_at, sums.dense.r_step)
+        _scores(q_t, k_t, D, full, padded, s, dense, _place(dense, b, h, row) + column)
+        _scores(d_out_t, v_t, D, full, padded, dp, d_dense, _place(d_dense, b, h, row) + column)
         _add_bias(s, num, n, padded, pairs, b, h, row, column)
         _softmax_backward(s, dp, num, padded, lse, delta, pairs, b, h, row, column)
         if sums.learned:
@@ -595,7 +589,10 @@ def attention_step_backward(
         )  # fmt: skip
 
     in_threads(run, costs, _SCORES_PER_THREAD)
-    dq += sum(dq_shares.split(B))[:, :, :M, :D]
+    share, *others = dq_shares.split(B)
+    for other in others:
+        share += other
+    dq += share[:, :, :M, :D]
     if d_learned is not None and dense is None:
         d_learned += torch.from_numpy(d_tables.sum(axis=0)).view(H, -1)[:, : d_learned.shape[1]]
     for name, x in given.items():

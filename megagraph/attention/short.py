@@ -10,7 +10,6 @@ The numbers are those of the other implementations: the same dropout, bit for bi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, memory, plane
+from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, plane
 from megagraph.attention.compiled import mix32, pair_hash
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.lanes import (
@@ -184,13 +183,14 @@ def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, grou
                 sum_ = multiply_add(load(learned, learned_at + LANES * c), channel, sum_)
             store(s, LANES * j, sum_)
     elif steps.form == DENSE:
-        at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
+        dense, b_step, h_step, r_step = dense
+        at = b * b_step + LANES * group * h_step + row * r_step
         if _side_by_side(slots, first, n):
-            _fetch(dense, at + slots[first] + steps.dense_m, steps.dense_h, heads, n)
-            _gather(dense, at + slots[first], steps.dense_h, heads, n, s, 0)
+            _fetch(dense, at + slots[first] + r_step, h_step, heads, n)
+            _gather(dense, at + slots[first], h_step, heads, n, s, 0)
         else:
             for j in range(n):
-                _gather(dense, at + slots[first + j], steps.dense_h, heads, 1, s, LANES * j)
+                _gather(dense, at + slots[first + j], h_step, heads, 1, s, LANES * j)
     else:
         _fill(s, LANES * n, _ZERO)
     if len(mask):
@@ -215,13 +215,14 @@ def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, g
                 sum_ = multiply_add(load(ds, LANES * j), splat(channels[here + slots[first + j]]), sum_)
             store(d_table, LANES * c, load(d_table, LANES * c) + sum_)
     elif steps.form == DENSE:
-        at = b * steps.dense_b + LANES * group * steps.dense_h + row * steps.dense_m
+        d_dense, b_step, h_step, r_step = d_dense
+        at = b * b_step + LANES * group * h_step + row * r_step
         if _side_by_side(slots, first, n):
-            _fetch(d_dense, at + slots[first] + steps.dense_m, steps.dense_h, heads, n)
-            _scatter(ds, 0, heads, n, d_dense, at + slots[first], steps.dense_h)
+            _fetch(d_dense, at + slots[first] + r_step, h_step, heads, n)
+            _scatter(ds, 0, heads, n, d_dense, at + slots[first], h_step)
         else:
             for j in range(n):
-                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], steps.dense_h)
+                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], h_step)
 
 
 @_part
@@ -317,11 +318,9 @@ def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scr
 
 
 @njit(cache=True, nogil=True)
-def _backward(
-    first, last, H, D, scale, planes, learned_grad, d_learned, d_dense, queries, keys, bias, dropout, scratch
-):
+def _backward(first, last, H, D, scale, planes, learned_grad, d_learned, queries, keys, bias, dropout, scratch):
     """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``."""
-    q, k, v, d_out, d_lse, dq, dk, dv = borrowed(planes)
+    q, k, v, d_out, d_lse, dq, dk, dv, d_dense = borrowed(planes)
     q, q_b, q_h, q_r = q
     k, k_b, k_h, k_r = k
     v, v_b, v_h, v_r = v
@@ -333,7 +332,7 @@ def _backward(
     (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed((queries, keys))
     buckets, channels, learned, dense, mask, steps = borrowed(bias)
     dropout_keys, threshold, dropout_scale = borrowed(dropout)
-    d_learned, d_dense = borrowed((d_learned, d_dense))
+    d_learned = borrowed(d_learned)
     width, of_group = _padded(D), LANES * steps.num_learned
     k_t, v_t, dk_t, dv_t, q_t, d_out_t, dq_t, s, dp, kept, d_table, state = borrowed(scratch)
     head_key = row_key = splat(np.uint32(0))
@@ -418,9 +417,7 @@ def _num_groups(heads: int) -> int:
 
 
 def _bias(step: Step, heads: int) -> BiasArrays:
-    """With ``learned`` [G, R, 8], flat, and a dense plane whose gradient has the same steps."""
-    if step.form == "dense" and step.learned is not None and not step.learned.is_contiguous():
-        step = replace(step, learned=step.learned.contiguous())
+    """With ``learned`` [G, R, 8], flat."""
     bias = bias_arrays(step, torch.float32)
     lanes = np.zeros((_num_groups(heads) * LANES, bias.at.num_learned), np.float32)
     lanes[:heads] = bias.learned.reshape(heads, -1)
@@ -506,27 +503,22 @@ def attention_backward(
     """
     queries, keys = rows
     _, H, _, D = q.shape
-    given = {"dq": dq, "dk": dk, "dv": dv}
-    written = {name: _side_by_side_as(x) for name, x in given.items()}
-    d_dense = None
-    if d_learned is not None and step.form == "dense":
-        given["d_dense"] = d_learned
-        written["d_dense"] = d_dense = d_learned if d_learned.is_contiguous() else torch.zeros(d_learned.shape)
-    planes = tuple(plane(x, q.dtype) for x in (q, k, v, d_out, d_lse, *map(written.get, ("dq", "dk", "dv"))))
+    given = [dq, dk, dv, d_learned if step.form == "dense" else None]
+    written = [None if x is None else _side_by_side_as(x) for x in given]
+    planes = tuple(plane(x, q.dtype) for x in (q, k, v, d_out, d_lse, *written))
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), len(bias.learned)), np.float32)
-    learned_grad, dense_memory = d_learned is not None, np.empty(0, np.float32) if d_dense is None else memory(d_dense)
 
     def run(chunk: int, first: int, last: int) -> None:
         size, width = _up(_longest(keys, first, last)), _up(D)
         sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (bias.at.num_learned, 1)
-        gradients = learned_grad, shares[chunk], dense_memory
-        _backward(first, last, H, D, scale, planes, *gradients, queries, keys, bias, dropout, _scratch(*sizes))
+        gradient = d_learned is not None, shares[chunk]
+        _backward(first, last, H, D, scale, planes, *gradient, queries, keys, bias, dropout, _scratch(*sizes))
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and step.form != "dense":
         total = torch.from_numpy(shares.sum(axis=0)).view(_num_groups(H), -1, LANES)
         d_learned.copy_(total.transpose(1, 2).flatten(0, 1)[:H, : d_learned.shape[1]])
-    for name, x in given.items():
-        if x is not written[name]:
-            x.copy_(written[name])
+    for x, y in zip(given, written, strict=True):
+        if x is not None and y is not None and x is not y:
+            x.copy_(y)
