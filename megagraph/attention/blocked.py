@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane, side_by_side
 from megagraph.attention.compiled import pair_hash
 from megagraph.attention.dropout import dropout_threshold, row_keys
+from megagraph.attention.jit import jit
 from megagraph.attention.lanes import (
     LANES,
     PRODUCT_ROWS,
@@ -78,16 +78,16 @@ def _up_to(size, multiple):
     return (size + multiple - 1) // multiple * multiple
 
 
-_up = njit(cache=True)(_up_to)
+_up = jit()(_up_to)
 
 
-@njit(cache=True)
+@jit()
 def _place(x, b, h, r):
     """Of a row in the memory of a plane."""
     return b * x.b_step + h * x.h_step + r * x.r_step
 
 
-@njit(cache=True)
+@jit()
 def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
     """factor * x [n, D] into out [n, width]."""
     whole = D // LANES * LANES
@@ -99,7 +99,7 @@ def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
             out[to + d] = x[row + d] * factor
 
 
-@njit(cache=True)
+@jit()
 def _copy_panels(x, at, r_step, n, D, factor, out, rows):
     """factor * x [n, D] into panels of 16 columns, out [panel, rows, 16]: a product reads one panel many times, and
     rows as far apart as those of x would share a few places of the cache."""
@@ -112,7 +112,7 @@ def _copy_panels(x, at, r_step, n, D, factor, out, rows):
             out[d // _WIDE * panel + to + d % _WIDE] = x[row + d] * factor
 
 
-@njit(cache=True)
+@jit()
 def _add_rows(x, n, D, width, out, at, r_step):
     """out [n, D] += x of x [n, width]."""
     whole = D // LANES * LANES
@@ -124,7 +124,7 @@ def _add_rows(x, n, D, width, out, at, r_step):
             out[to + d] += x[row + d]
 
 
-@njit(cache=True)
+@jit()
 def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
     """factor * x [n, D] into out [D, width], with zeros in columns n to ``padded``."""
     whole, deep = n // LANES * LANES, D // LANES * LANES
@@ -142,7 +142,7 @@ def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
                 store(out, d * width + i, load(out, d * width + i) * splat(factor))
 
 
-@njit(cache=True)
+@jit()
 def _scores(rows, keys, D, m, n, out, wanted, at):
     """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width.
 
@@ -158,7 +158,7 @@ def _scores(rows, keys, D, m, n, out, wanted, at):
             product_16(rows, i, 1, _MOST_ROWS, D, keys, j, _MOST_KEYS, out, i * _MOST_KEYS + j, _MOST_KEYS, False)
 
 
-@njit(cache=True)
+@jit()
 def _add_to_rows(s, x, m, n, width, out, at):
     """out [m, width] += s x of s [m, n] and x [n, width], in panels."""
     wide = width // _WIDE * _WIDE
@@ -170,7 +170,7 @@ def _add_to_rows(s, x, m, n, width, out, at):
             product_8(s, row, _MOST_KEYS, 1, n, x, wide * _MOST_KEYS, _WIDE, out, to + wide, width, True)
 
 
-@njit(cache=True)
+@jit()
 def _add_to_keys(s, x, m, n, width, out):
     """out [n, width] += s^T x of s [m, n] and x [m, width], in panels."""
     wide = width // _WIDE * _WIDE
@@ -182,7 +182,7 @@ def _add_to_keys(s, x, m, n, width, out):
             product_8(s, j, 1, _MOST_KEYS, m, x, wide * _MOST_ROWS, _WIDE, out, j * width + wide, width, True)
 
 
-@njit(cache=True)
+@jit()
 def _add_bias(s, m, n, padded, pairs, b, h, row, column):
     """Add the bias to the scores of m rows and n keys; -inf where masked, and on to ``padded``."""
     # arrays are taken out of their tuples once for a tile: each time counts a reference
@@ -234,7 +234,7 @@ def _add_bias(s, m, n, padded, pairs, b, h, row, column):
             s[o + j] = -np.inf
 
 
-@njit(cache=True)
+@jit()
 def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, b, h, row, column):
     """Add the share of a tile to d_lanes [R, 8], the sum of whose lanes is wanted; write or add it to a dense plane."""
     buckets, channels, _, _, _, steps = bias
@@ -269,7 +269,7 @@ def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, b, h, row, column):
                 d_dense[at + j] = d_dense[at + j] + ds[o + j] if added else ds[o + j]
 
 
-@njit(cache=True)
+@jit()
 def _add_lanes(d_lanes, size, out, at):
     """out [size] += the sums of d_lanes [size, 8], which become 0."""
     zero = d_lanes.dtype.type(0)
@@ -281,7 +281,7 @@ def _add_lanes(d_lanes, size, out, at):
         out[at + r] += sum_
 
 
-@njit(cache=True)
+@jit()
 def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, column):
     """Scores s [m, padded] become exponentials; the state of their rows follows, all but the product."""
     row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, b, h, row), pairs.threshold
@@ -308,7 +308,7 @@ def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, col
                 store(acc, d, load(acc, d) * splat(rescale))
 
 
-@njit(cache=True)
+@jit()
 def _softmax_backward(s, dp, m, padded, lse, delta, pairs, b, h, row, column):
     """dp becomes ds = p * (keep * dp - delta), then s keep * p, of p = exp(s - lse); both [m, padded]."""
     lse, lse_at, lse_step = lse.memory, _place(lse, b, h, row), lse.r_step
@@ -330,7 +330,7 @@ def _softmax_backward(s, dp, m, padded, lse, delta, pairs, b, h, row, column):
             store(dp, o, p * (g - shift))
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _forward(
     first, last, items, tiles, tile_rows, D, scale, keep, q, k, v, m, l, acc, out, lse, is_first, is_last, pairs
 ):  # fmt: skip
@@ -385,7 +385,7 @@ def _forward(
                     _copy_rows(total, at * width, 0, 1, D, one, acc.memory, _place(acc, b, head, row), 0)
 
 
-@njit(cache=True)
+@jit()
 def _visit(
     b, h, first_row, end, keys, part, tile_rows, D, scale, keep_scale, inputs, pairs, sums, d_lanes, of_rows, of_keys,
     of_pairs,
@@ -422,7 +422,7 @@ def _visit(
     _add_rows(dv_rows, n, D, width, dv.memory, _place(dv, b, h, key), dv.r_step)
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _backward(
     first, last, items, tiles, tile_rows, most_rows, B, M, D, scale, keep_scale, inputs, pairs, sums, d_learned
 ):  # fmt: skip

@@ -6,15 +6,15 @@ Arrays are contiguous; row_keys, uint32 [R], and threshold, uint32, are those of
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from megagraph.attention.jit import jit
 from megagraph.attention.lanes import LANES, counting, keep_from, load, splat, store
 
 _GOLDEN, _MUL_1, _MUL_2 = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _16, _13 = np.uint32(16), np.uint32(13)
 
 
-@njit(cache=True)
+@jit()
 def mix32(h):
     """``dropout.mix32`` of eight words."""
     h = (h ^ (h >> splat(_16))) * splat(_MUL_1)
@@ -22,13 +22,13 @@ def mix32(h):
     return h ^ (h >> splat(_16))
 
 
-@njit(cache=True)
+@jit()
 def pair_hash(row_key, column):
     """Of eight rows and columns; a pair is dropped where it is below the threshold."""
     return mix32(row_key ^ (column * splat(_GOLDEN)))
 
 
-@njit(cache=True)
+@jit()
 def _mix32(h):
     # Numba computes in 64 bits unless told otherwise
     h = np.uint32((h ^ (h >> _16)) * _MUL_1)
@@ -36,7 +36,7 @@ def _mix32(h):
     return np.uint32(h ^ (h >> _16))
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def mix32_(x):
     """``dropout.mix32`` of x, uint32 [R], in place."""
     whole = len(x) // LANES * LANES
@@ -46,7 +46,7 @@ def mix32_(x):
         x[i] = _mix32(x[i])
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def drop(x, row_keys, threshold, scale, out):
     """scale * x where kept, 0 where dropped, into out [R, N], which is not x."""
     zero, whole = x.dtype.type(0), x.shape[1] // LANES * LANES

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
+
+from megagraph.attention.jit import jit
 
 LANES = 8
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
@@ -313,7 +315,7 @@ _LOG2E, _LEAST, _ONE = np.float32(1.4426950408889634), np.float32(-88.0), np.flo
 _LN2, _LN2_REST = np.float32(0.693359375), np.float32(-2.1219444005e-4)  # few bits, so that n * _LN2 is exact
 
 
-@njit(cache=True)
+@jit()
 def _exp_floats(x):
     x = _at_least(x, splat(_LEAST))
     n = _round(x * splat(_LOG2E))
@@ -331,7 +333,7 @@ _TAYLOR = tuple(1 / math.factorial(i) for i in range(13, -1, -1))  # to 5e-18 fo
 _LN2_DOUBLE, _LN2_DOUBLE_REST = 6.93145751953125e-1, 1.42860682030941723212e-6
 
 
-@njit(cache=True)
+@jit()
 def _exp_doubles(x):
     x = _at_least(x, splat(-709.0))
     n = _round(x * splat(math.log2(math.e)))

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, plane
 from megagraph.attention.compiled import mix32, pair_hash
 from megagraph.attention.dropout import dropout_threshold
+from megagraph.attention.jit import jit
 from megagraph.attention.lanes import (
     LANES,
     borrowed,
@@ -46,7 +46,7 @@ _LINE = 16  # numbers of a line of the cache
 _IN_A_SUM, _ROWS_IN_A_SUM = 16, 32  # a sum of short sums loses fewer digits than one long sum
 
 
-_part = njit(cache=True, forceinline=True)  # a call would pass eight numbers for each array
+_part = jit(forceinline=True)  # a call would pass eight numbers for each array
 
 
 class _Dropout(NamedTuple):
@@ -163,7 +163,7 @@ def _scale(x, size, factor):
         store(x, i, load(x, i) * splat(factor))
 
 
-@njit(cache=True)
+@jit()
 def _side_by_side(slots, first, n):
     return n > 0 and slots[first + n - 1] - slots[first] == n - 1
 
@@ -253,7 +253,7 @@ def _up(size):
     return (size + _UNROLLED - 1) // _UNROLLED * _UNROLLED
 
 
-_padded = njit(cache=True)(_up)
+_padded = jit()(_up)
 
 
 @_part
@@ -263,7 +263,7 @@ def _head_keys(key, group):
     return mix32(splat(key) ^ load(head, 0))
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scratch):
     """Sequences first..last; maxima and sums [B, H, M], of a row's scores and their exponentials, unless empty."""
     q, k, v, out, maxima, sums = borrowed(planes)
@@ -317,7 +317,7 @@ def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scr
                     _scatter(state, LANES, heads, 1, sums, place, maxima_h)
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _backward(first, last, H, D, scale, planes, learned_grad, d_learned, queries, keys, bias, dropout, scratch):
     """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``."""
     q, k, v, d_out, d_lse, dq, dk, dv, d_dense = borrowed(planes)
