@@ -28,7 +28,7 @@ def _libgomp() -> ctypes.CDLL | None:
 
 
 def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_thread: int) -> None:
-    """run(chunk, first, last) for chunks of items, in order, that cost about the same.
+    """run(chunk, first, last) for chunks of items, in order, the costly ones first.
 
     There are at most CHUNKS chunks for each of torch's threads; ``run`` should leave the GIL.
 
@@ -40,7 +40,7 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
     if threads < 2:
         run(0, 0, len(costs))
         return
-    # the last chunks are the smallest, so that the threads end together: shares n, n - 1, ..., 1 of all
+    # shares n, n - 1, ..., 1 of all costs: the last chunks are small, so that the threads end together
     ends, num_chunks = costs.cumsum(), CHUNKS * threads
     shares = np.arange(num_chunks, 0, -1)
     cuts = np.searchsorted(ends, ends[-1] * shares.cumsum()[:-1] / shares.sum(), side="right").tolist()
