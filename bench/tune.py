@@ -4,7 +4,8 @@
 
 For the GPU that is here by time, of one launch at N = 4096. Where there is none, by instructions per score of the inner
 loops; then the fewest registers. A candidate that takes more shared memory than the architecture has is out, and so is
-one whose loops spill registers; where heads are wider than 64 and all spill, a spill counts as eight instructions.
+one whose loops spill registers; where heads are wider than 64 and all spill, a spill counts as eight instructions. For
+AMD, whose loops are not read, the first candidate with the fewest spills.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from megagraph.kernels.variants import Variant
 FORMS = ("none", "dense", "bucket", "projected")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FWD = {  # BLOCK_M, BLOCK_N, warps; up to this head dim
-    64: [(128, 128, 8), (128, 64, 4), (64, 64, 4)],
-    256: [(128, 64, 8), (64, 64, 4), (64, 32, 4)],
+    64: [(128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4)],
+    256: [(128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)],
 }
 BWD = {  # KEY_M, KEY_N, QUERY_M, QUERY_N, warps
     64: [
@@ -60,29 +61,33 @@ def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
 
 
 def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any]:
-    """Cost of one candidate per score element, infinite if it is out."""
+    """Rank of one candidate by what it compiles to."""
     row = compile_kernel(arch, kernel, form, head_dim, tiles)
     print(json.dumps([arch, kernel, form, head_dim, tiles, row]), flush=True)
-    return cost(row, head_dim) | {"tiles": tiles}
+    return rank(row, head_dim) | {"tiles": tiles}
 
 
-def cost(row: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    instructions = sum(loop["instructions"] for loop in row["loops"] if not loop["masked"])
-    spills = sum(loop["spills"] for loop in row["loops"])
-    count = sum(loop["count"] for loop in row["loops"] if not loop["masked"])
-    total = instructions + 8 * spills * instructions / max(1, count)
-    if row["shared"] > SHARED_LIMIT.get(row["arch"], math.inf) or (spills and head_dim <= 64):
-        total = math.inf
-    return {"total": total, "instructions": instructions, "spills": spills, "registers": row["registers"]}
+def rank(row: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """``rank``, the lowest of which is best, or None if the candidate is out; ``why`` in words."""
+    loops = [loop for loop in row["loops"] if not loop["masked"]]
+    instructions, count = (sum(loop[name] for loop in loops) for name in ("instructions", "count"))
+    spills = sum(loop["spills"] for loop in row["loops"]) if loops else row["spills"]
+    resources = f"{spills} spills, {row['registers']} registers" if spills else f"{row['registers']} registers"
+    if row["shared"] > SHARED_LIMIT.get(row["arch"], math.inf) or (loops and spills and head_dim <= 64):
+        return {"rank": None, "why": f"{resources}, {row['shared']} bytes of shared memory"}
+    if not loops:
+        return {"rank": (spills, 0), "why": f"{resources}; not timed"}
+    total = instructions + 8 * spills * instructions / count
+    why = f"{instructions:.1f} instructions per score, {resources}; not timed"
+    return {"rank": (round(total, 1), row["registers"]), "why": why}
 
 
-def fewest_instructions(results: list[dict[str, Any]]) -> tuple[dict[str, int], str]:
-    """The tiles to take, and why."""
-    best = min(results, key=lambda result: (round(result["total"], 1), result["registers"]))
-    assert best["total"] < math.inf, f"none of these fits: {results}"
-    spills = f", {best['spills']} spills" if best["spills"] else ""
-    why = f"{best['instructions']:.1f} instructions per score{spills}, {best['registers']} registers; not timed"
-    return best["tiles"], why
+def lowest(results: list[dict[str, Any]]) -> tuple[dict[str, int], str]:
+    """The tiles to take, and why; the first of equals."""
+    fits = [result for result in results if result["rank"] is not None]
+    assert fits, f"none of these fits: {results}"
+    best = min(fits, key=itemgetter("rank"))
+    return best["tiles"], best["why"]
 
 
 def fastest(kernel: str, form: str, head_dim: int, results: list[dict[str, Any]]) -> tuple[dict[str, int], str]:
@@ -104,9 +109,9 @@ def microseconds(kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -
 
 
 def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
-    """Search every kernel, form and head dim of the architectures; none named: the GPU's, or sm_80 and sm_90."""
+    """Search every kernel, form and head dim of the architectures; none named: the GPU's, or all of the table."""
     here = architecture() if torch.cuda.is_available() else None
-    archs = archs or ((here,) if here else ("sm_80", "sm_90"))
+    archs = archs or ((here,) if here else tuple(SHARED_LIMIT))
     jobs = [
         (arch, kernel, form, head_dim, tiles)
         for arch, kernel, form, head_dim in itertools.product(archs, ("fwd", "bwd"), FORMS, HEAD_DIMS)
@@ -119,7 +124,7 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
         arch, kernel, form, head_dim = key
         results = [result for _, result in group]
         timed = arch == here
-        tiles, why = fastest(kernel, form, head_dim, results) if timed else fewest_instructions(results)
+        tiles, why = fastest(kernel, form, head_dim, results) if timed else lowest(results)
         rows.append(_row(arch, kernel, form, 2, head_dim, tiles, why))
     for arch, kernel, form in itertools.product(archs, ("fwd", "bwd"), FORMS):
         sizes = FP32[kernel] | {"num_warps": 8}

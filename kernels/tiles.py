@@ -16,7 +16,15 @@ import triton
 from megagraph.kernels.tile import INTERPRET
 
 TABLE = Path(__file__).with_name("tiles.json")
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}  # bytes a program may use; no compiler checks
+# bytes of shared memory that a program may use, which no compiler checks; the newer of equals takes the older's rows
+SHARED_LIMIT = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,  # and sm_89
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
 
 Kernel = Literal["fwd", "bwd"]
 
@@ -29,13 +37,16 @@ def architecture() -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
+def _age(arch: str) -> int:
+    return int(arch[3:], base=16)  # there is a gfx90a
+
+
 @functools.cache
 def _rows(arch: str) -> list[dict]:
-    """The rows of this architecture, or of the newest one that is not newer."""
-    rows = json.loads(TABLE.read_text(encoding="utf-8"))
-    known = {row["arch"]: int(row["arch"][3:]) for row in rows}
-    wanted = int(arch[3:]) if arch.startswith("sm_") else 80
-    nearest = max((name for name in known if known[name] <= wanted), key=known.__getitem__, default="sm_80")
+    """The rows of this architecture, or of the vendor's newest one that is not newer."""
+    rows = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"][:3] == arch[:3]]
+    known = {row["arch"] for row in rows}
+    nearest = max((name for name in known if _age(name) <= _age(arch)), key=_age, default=min(known, key=_age))
     return [row for row in rows if row["arch"] == nearest]
 
 

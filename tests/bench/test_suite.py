@@ -143,14 +143,32 @@ def test_budget_of_instructions():
 
 
 def test_tiles_are_chosen_by_instructions_or_by_time(monkeypatch):
-    results = [
-        {"tiles": {"BLOCK_M": edge}, "total": total, "instructions": 9.0, "spills": 0, "registers": registers}
-        for edge, total, registers in ((16, 9.02, 90), (32, 9.01, 99), (64, math.inf, 80))
-    ]
-    tiles, why = tune.fewest_instructions(results)
-    assert tiles == {"BLOCK_M": 16} and why == "9.0 instructions per score, 90 registers; not timed"
+    def candidate(
+        edge: int, count: float, registers: int, shared: int = 0, spills: int = 0, head_dim: int = 32
+    ) -> dict:
+        loops = [{"masked": False, "instructions": count, "count": 100, "spills": spills}] if count else []
+        row = {"arch": "sm_86", "loops": loops, "registers": registers, "shared": shared, "spills": spills}
+        return tune.rank(row, head_dim) | {"tiles": {"BLOCK_M": edge}}
 
-    monkeypatch.setattr(tune, "microseconds", lambda *job: {16: 7.0, 32: 5.25, 64: math.inf}[job[-1]["BLOCK_M"]])
+    results = [
+        candidate(16, 9.02, 90),
+        candidate(32, 9.01, 99),
+        candidate(64, 7, 80, 1 << 20),
+        candidate(8, 6, 80, spills=1),
+    ]
+    tiles, why = tune.lowest(results)
+    assert tiles == {"BLOCK_M": 16} and why == "9.0 instructions per score, 90 registers; not timed"
+    # wide heads may spill, at eight instructions each
+    wide = [candidate(16, 9.0, 90, head_dim=128), candidate(32, 8.0, 255, spills=2, head_dim=128)]
+    assert tune.lowest(wide)[0] == {"BLOCK_M": 16}
+    # no loops are read for AMD: the first with the fewest spills
+    assert tune.lowest([candidate(64, 0, 99, spills=3), candidate(32, 0, 90), candidate(16, 0, 80)]) == (
+        {"BLOCK_M": 32},
+        "90 registers; not timed",
+    )
+
+    times = {16: 7.0, 32: 5.25, 64: math.inf, 8: math.inf}
+    monkeypatch.setattr(tune, "microseconds", lambda *job: times[job[-1]["BLOCK_M"]])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     tiles, why = tune.fastest("fwd", "none", 32, results)
     assert tiles == {"BLOCK_M": 32} and why == "5.2 us, next best 7.0 us, on NVIDIA H200"
