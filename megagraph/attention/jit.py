@@ -10,7 +10,7 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache
 
-_SHARED = ("arrays.py", "compiled.py", "lanes.py")  # what functions of other files contain
+_SHARED = ("arrays.py", "compiled.py", "lanes.py", "packing.py")  # what functions of other files contain
 _sources = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SHARED)).hexdigest()
 
 
