@@ -41,6 +41,11 @@ BWD = {  # KEY_M, KEY_N, QUERY_M, QUERY_N, warps
         (128, 64, 128, 64, 8), (64, 64, 64, 64, 4), (64, 32, 64, 32, 4), (32, 32, 64, 32, 4), (32, 32, 32, 32, 8),
     ],
 }  # fmt: skip
+TABLE_TILES = {  # heads, TABLE_M, TABLE_N, and less of them for the two smallest of BWD, where shared memory is short
+    64: [(8, 16, 32), (4, 16, 16)],
+    128: [(8, 16, 16), (4, 16, 16)],
+    256: [(4, 16, 16), (2, 16, 16)],
+}
 # exact fp32 products run outside the tensor cores, with operands in registers: no search
 FP32 = {
     "fwd": {"BLOCK_M": 32, "BLOCK_N": 32},
@@ -48,16 +53,17 @@ FP32 = {
 }
 
 
-def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
+def candidates(kernel: str, form: str, head_dim: int) -> list[dict[str, int]]:
+    def of(sizes: dict[int, list], names: tuple[str, ...]) -> list[dict[str, int]]:
+        chosen = next(sizes for most, sizes in sizes.items() if head_dim <= most)
+        return [dict(zip(names, size, strict=True)) | {"num_stages": 2} for size in chosen]
+
     if kernel == "fwd":
-        names = ("BLOCK_M", "BLOCK_N", "num_warps")
-        sizes = next(sizes for most, sizes in FWD.items() if head_dim <= most)
-        return [dict(zip(names, size, strict=True)) | {"num_stages": 2} for size in sizes]
-    names = ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "num_warps")
-    sizes = next(sizes for most, sizes in BWD.items() if head_dim <= most)
-    table = {"TABLE_H": 8 if head_dim <= 128 else 4, "TABLE_M": 16, "TABLE_N": 32 if head_dim <= 64 else 16}
-    table |= {"num_stages": 2}
-    return [dict(zip(names, size, strict=True)) | table for size in sizes]
+        return of(FWD, ("BLOCK_M", "BLOCK_N", "num_warps"))
+    passes = of(BWD, ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "num_warps"))
+    table, less = of(TABLE_TILES, ("TABLE_H", "TABLE_M", "TABLE_N"))
+    small = [tiles | less for tiles in passes[-2:]] if form == "bucket" else []
+    return [tiles | table for tiles in passes] + small
 
 
 def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
     jobs = [
         (arch, kernel, form, head_dim, tiles)
         for arch, kernel, form, head_dim in itertools.product(archs, ("fwd", "bwd"), FORMS, HEAD_DIMS)
-        for tiles in candidates(kernel, head_dim)
+        for tiles in candidates(kernel, form, head_dim)
     ]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         scores = list(pool.map(score, *zip(*jobs, strict=True)))
