@@ -66,9 +66,13 @@ def candidates(kernel: str, form: str, head_dim: int) -> list[dict[str, int]]:
     return [tiles | table for tiles in passes] + small
 
 
-def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any]:
-    """Rank of one candidate by what it compiles to."""
-    row = compile_kernel(arch, kernel, form, head_dim, tiles)
+def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any] | None:
+    """Rank of one candidate by what it compiles to, if it does."""
+    try:
+        row = compile_kernel(arch, kernel, form, head_dim, tiles)
+    except RuntimeError as error:  # of Triton, for some tiles on AMD
+        print(f"{arch} {kernel} {form} {head_dim} {tiles}: {error}", flush=True)
+        return None
     print(json.dumps([arch, kernel, form, head_dim, tiles, row]), flush=True)
     return rank(row, head_dim) | {"tiles": tiles}
 
@@ -128,7 +132,7 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
     rows = []
     for key, group in itertools.groupby(zip(jobs, scores, strict=True), key=lambda pair: pair[0][:4]):
         arch, kernel, form, head_dim = key
-        results = [result for _, result in group]
+        results = [result for _, result in group if result is not None]
         timed = arch == here
         tiles, why = fastest(kernel, form, head_dim, results) if timed else lowest(results)
         rows.append(_row(arch, kernel, form, 2, head_dim, tiles, why))
