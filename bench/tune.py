@@ -142,7 +142,7 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
         narrow = {name: min(size, 16) if name.endswith("_N") else size for name, size in sizes.items()}
         rows.append(_row(arch, kernel, form, 4, 256, narrow | {"num_stages": 1}, "the same, wide heads"))
     kept = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"] not in archs]
-    rows = kept + rows
+    rows = sorted(kept + rows, key=itemgetter("arch"))
     TABLE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
     print(f"{len(rows)} rows in {TABLE}")
 
