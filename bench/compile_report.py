@@ -1,6 +1,6 @@
 """What the attention kernels compile to, without a GPU: registers, spills, shared memory, instructions per score.
 
-    python -m bench.compile_report                                every variant for sm_80, sm_90, sm_100; some for gfx942
+    python -m bench.compile_report                                every variant: sm_80, sm_90, sm_100; some for gfx942
     python -m bench.compile_report --archs sm_90 --only defaults  what CI runs
     python -m bench.compile_report --archs sm_90 --only defaults --check   ... failing above bench/compile_budget.json
     python -m bench.compile_report --archs sm_90 --only defaults --write   ... as rows in bench/results/compile/
