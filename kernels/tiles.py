@@ -16,10 +16,9 @@ import triton
 from megagraph.kernels.tile import INTERPRET
 
 TABLE = Path(__file__).with_name("tiles.json")
-# bytes of shared memory that a program may use, which no compiler checks; the newer of equals takes the older's rows
-SHARED_LIMIT = {
+SHARED_LIMIT = {  # bytes of shared memory that a program may use; no compiler checks
     "sm_80": 166_912,
-    "sm_86": 101_376,  # and sm_89
+    "sm_86": 101_376,
     "sm_90": 232_448,
     "sm_100": 232_448,
     "sm_120": 101_376,
@@ -43,7 +42,7 @@ def _age(arch: str) -> int:
 
 @functools.cache
 def _rows(arch: str) -> list[dict]:
-    """The rows of this architecture, or of the vendor's newest one that is not newer."""
+    """The rows of this architecture, or of its vendor's newest one that is not newer: sm_89 takes those of sm_86."""
     rows = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"][:3] == arch[:3]]
     known = {row["arch"] for row in rows}
     nearest = max((name for name in known if _age(name) <= _age(arch)), key=_age, default=min(known, key=_age))
