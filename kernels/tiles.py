@@ -36,7 +36,7 @@ def architecture() -> str:
     return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
 
 
-def _age(arch: str) -> int:
+def _version(arch: str) -> int:
     return int(arch[3:], base=16)  # there is a gfx90a
 
 
@@ -44,8 +44,8 @@ def _age(arch: str) -> int:
 def _rows(arch: str) -> list[dict]:
     """The rows of this architecture, or of its vendor's newest one that is not newer: sm_89 takes those of sm_86."""
     rows = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"][:3] == arch[:3]]
-    known = {row["arch"] for row in rows}
-    nearest = max((name for name in known if _age(name) <= _age(arch)), key=_age, default=min(known, key=_age))
+    names = sorted({row["arch"] for row in rows}, key=_version)
+    nearest = [names[0], *(name for name in names if _version(name) <= _version(arch))][-1]
     return [row for row in rows if row["arch"] == nearest]
 
 
