@@ -116,16 +116,13 @@ def write_rows(x, t, b, h, start, offs, left, rows, ACCUMULATE: tl.constexpr):
 
 
 @triton.jit
-def _exact_dot(a, b):
-    """For the interpreter: numpy rounds an fp32 product up to twice as much as PyTorch does, on CPUs with AVX2."""
-    return tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64)
-
-
-@triton.jit
 def dot(x, a, b):
-    """a b; "ieee" keeps fp32 inputs fp32, where the default would round them to tf32."""
+    """a b; "ieee" keeps fp32 inputs fp32, where the default would round them to tf32.
+
+    Interpreted, in fp64: numpy rounds an fp32 product up to twice as much as PyTorch does, on CPUs with AVX2.
+    """
     if INTERPRET:
-        return _exact_dot(a, b).to(x.ACC_DTYPE)
+        return tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(x.ACC_DTYPE)
     return tl.dot(a, b, input_precision="ieee", out_dtype=x.ACC_DTYPE)
 
 
@@ -133,7 +130,7 @@ def dot(x, a, b):
 def add_dot(acc, p, a):
     """acc + p a, with the scores-shaped p rounded to a's dtype for the tensor cores."""
     if INTERPRET:
-        return (acc + _exact_dot(p.to(a.dtype), a)).to(acc.dtype)
+        return (acc + tl.dot(p.to(a.dtype).to(tl.float64), a.to(tl.float64), out_dtype=tl.float64)).to(acc.dtype)
     return tl.dot(p.to(a.dtype), a, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
