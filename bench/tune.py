@@ -22,11 +22,10 @@ import torch
 import triton
 import tyro
 
-from bench.compile_report import compile_kernel, fixed_tiles, prepare
+from bench.compile_report import compile_kernel, fixed_tiles, prepare, too_large
 from megagraph.kernels.tiles import SHARED_LIMIT, TABLE, architecture
-from megagraph.kernels.variants import Variant
+from megagraph.kernels.variants import FORMS, Variant
 
-FORMS = ("none", "dense", "bucket", "projected")
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FWD = {  # BLOCK_M, BLOCK_N, warps; up to this head dim
     64: [(128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4)],
@@ -83,7 +82,7 @@ def rank(row: dict[str, Any], head_dim: int) -> dict[str, Any]:
     instructions, count = (sum(loop[name] for loop in loops) for name in ("instructions", "count"))
     spills = sum(loop["spills"] for loop in row["loops"]) if loops else row["spills"]
     resources = f"{spills} spills, {row['registers']} registers" if spills else f"{row['registers']} registers"
-    if row["shared"] > SHARED_LIMIT.get(row["arch"], math.inf) or (loops and spills and head_dim <= 64):
+    if too_large([row]) or (loops and spills and head_dim <= 64):
         return {"rank": None, "why": f"{resources}, {row['shared']} bytes of shared memory"}
     if not loops:
         return {"rank": (spills, 0), "why": f"{resources}; not timed"}

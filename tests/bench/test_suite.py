@@ -147,7 +147,8 @@ def test_tiles_are_chosen_by_instructions_or_by_time(monkeypatch):
         edge: int, count: float, registers: int, shared: int = 0, spills: int = 0, head_dim: int = 32
     ) -> dict:
         loops = [{"masked": False, "instructions": count, "count": 100, "spills": spills}] if count else []
-        row = {"arch": "sm_86", "loops": loops, "registers": registers, "shared": shared, "spills": spills}
+        row = {"arch": "sm_86", "variant": "fwd", "loops": loops, "registers": registers, "shared": shared}
+        row |= {"spills": spills}
         return tune.rank(row, head_dim) | {"tiles": {"BLOCK_M": edge}}
 
     results = [

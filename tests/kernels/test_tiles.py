@@ -14,8 +14,8 @@ from megagraph.kernels.variants import FORMS
 LAUNCHES = list(product(("fwd", "bwd"), FORMS, (2, 4), (1, 16, 64, 65, 256)))
 
 
-def chosen(arch: str, M: int = 4096, N: int = 4096) -> list[dict[str, int]]:
-    return [tiles.choose(kernel, form, itemsize, D, M, N, arch) for kernel, form, itemsize, D in LAUNCHES]
+def chosen(arch: str) -> list[dict[str, int]]:
+    return [tiles.choose(kernel, form, itemsize, D, 4096, 4096, arch) for kernel, form, itemsize, D in LAUNCHES]
 
 
 @pytest.mark.parametrize(
