@@ -1,0 +1,131 @@
+"""Files of ours: whole or not there, known again by a checksum; and what is not ours is never touched.
+
+A checksum (XXH3, 128 bits) finds damage, not malice: whoever can write a file can write its checksum, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+_CHUNK_BYTES = 1 << 24
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of ``path`` in one move once it is complete and on disk.
+
+    It is written beside it, as NAME.partial, and never through a link.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    with suppress(FileNotFoundError):
+        partial.unlink()  # of a process that was killed
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            partial.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Replace a file in one move."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk, where the system can be asked to."""
+    with suppress(OSError):  # Windows opens no folders, some file systems sync none
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def checksum(file: Path | BinaryIO) -> str:
+    """Of the contents, as 32 hexadecimal digits."""
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return checksum(opened)
+    digest = xxhash.xxh3_128()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write an object with the checksum of its values; paths become strings."""
+    values = json.loads(json.dumps(values, default=str))
+    write(path, json.dumps(values | {"checksum": _of_values(values)}, indent=2) + "\n")
+
+
+def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]:
+    """The values that ``write_json`` wrote.
+
+    Args:
+        what: names the file in errors, as in "the configuration of a run".
+        by_hand: people may write this file, too, without a checksum.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not as it was written.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected {what}, got {path}, which cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected {what}, a JSON object, got {type(values).__name__} in {path}")
+    expected = values.pop("checksum", None)
+    if expected != _of_values(values) and not (by_hand and expected is None):
+        raise ValueError(f"expected {what} as it was written, got {path}, which has changed since or is damaged")
+    return values
+
+
+def _of_values(values: dict[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def others(folder: Path, ours: Iterable[str]) -> list[str]:
+    """What lies in a folder, at any depth, and is not a plain file of ours: names relative to it, sorted.
+
+    Args:
+        ours: names relative to the folder, with "/"; folders that hold nothing else are ours, links never are.
+    """
+    known, found = set(ours), []
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(place, name)
+            relative = path.relative_to(folder).as_posix()
+            if path.is_symlink() or not (path.is_dir() or (path.is_file() and relative in known)):
+                found.append(relative)
+    return sorted(found)
+
+
+def remove(folder: Path, ours: Iterable[str]) -> None:
+    """Remove files of ours, and the folders that are empty then; what else is there stays. No link is followed."""
+    places = {folder}
+    for name in ours:
+        path = folder / name
+        if any(parent.is_symlink() for parent in (path, *path.parents) if parent.is_relative_to(folder)):
+            continue
+        places |= {parent for parent in path.parents if parent.is_relative_to(folder)}
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+    for place in sorted(places, key=lambda place: len(place.parts), reverse=True):
+        with suppress(OSError):  # not empty, or not there
+            place.rmdir()
