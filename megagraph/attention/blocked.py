@@ -251,14 +251,15 @@ def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, b, h, row, column):
         elif steps.form == PROJECTED:
             for c in range(steps.num_learned):
                 here = at + c * steps.c
-                # two sums side by side, or each addition would wait for the one before
-                s0, s1 = load(d_lanes, LANES * c), splat(d_lanes.dtype.type(0))
+                # a row's own sum, so that rounding does not grow with the number of pairs;
+                # in two parts side by side, or each addition would wait for the one before
+                s0 = s1 = splat(d_lanes.dtype.type(0))
                 for j in range(0, odd, _WIDE):
                     s0 = multiply_add(load(ds, o + j), load(channels, here + j), s0)
                     s1 = multiply_add(load(ds, o + j + LANES), load(channels, here + j + LANES), s1)
                 if odd < whole:
                     s0 = multiply_add(load(ds, o + odd), load(channels, here + odd), s0)
-                store(d_lanes, LANES * c, s0 + s1)
+                store(d_lanes, LANES * c, load(d_lanes, LANES * c) + (s0 + s1))
                 for j in range(whole, n):
                     d_lanes[LANES * c] += ds[o + j] * channels[here + j]
         elif steps.form == DENSE:
