@@ -27,6 +27,36 @@ def test_a_function_is_compiled_anew_after_a_change_of_what_it_contains(tmp_path
     assert not loaded() and loaded()
 
 
+def test_processes_that_compile_at_the_same_time_keep_their_own_code(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """One saves while the other is about to, both for the first time."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    whole, real = jit.jit()(twice), jit.jit()(twice)
+    cache, save = whole._cache, type(whole._cache._cache_file)._open_for_write
+
+    def open_late(self, path):
+        if self is cache._cache_file and not real.signatures:
+            assert real(0.5) == 1.0
+        return save(self, path)
+
+    monkeypatch.setattr(type(cache._cache_file), "_open_for_write", open_late)
+    assert whole(21) == 42
+    later = jit.jit()(twice)
+    assert later(0.75) == 1.5 and later(22) == 44
+    assert sum(later.stats.cache_hits.values()) == 2
+
+
+def test_damaged_code_is_compiled_again(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert jit.jit()(twice)(21) == 42
+    (file,) = tmp_path.rglob("*.nbc")
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:10], whole[:-1], whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:]):
+        file.write_bytes(damaged)
+        again = jit.jit()(twice)
+        assert again(21) == 42 and sum(again.stats.cache_hits.values()) == 0
+        assert file.read_bytes()[16:] and jit.jit()(twice)(21) == 42
+
+
 def test_every_file_that_compiled_functions_take_in_is_part_of_the_key():
     taken_in = set()
     for module in (blocked, compiled, lanes, short):
