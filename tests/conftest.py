@@ -1,9 +1,14 @@
 import os
 import shutil
+import signal
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: the kernels run on CPU tensors
@@ -36,3 +41,49 @@ def data_root(request, tmp_path_factory) -> Path:
     copy = tmp_path_factory.mktemp("data")
     shutil.copytree(Path(root), copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("processed"))
     return copy
+
+
+def _state() -> dict[str, object]:
+    """What a test must leave as it was, as the next test of this process finds it."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    return {
+        "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
+        "working directory": os.getcwd(),
+        "signal handlers": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "wakeup descriptor of signals": wakeup,
+        "process group": dist.is_initialized(),
+        "timeout of process groups": distributed_c10d.default_pg_timeout,
+        "default dtype": torch.get_default_dtype(),
+        "threads of torch": torch.get_num_threads(),
+        "gradients on": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "numpy's errors": np.geterr(),
+        "child processes": {child for child in _children() if _command(child) not in _SERVERS},
+        "threads that are no daemons": [t.name for t in threading.enumerate() if not t.daemon],
+    }
+
+
+_SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # they stay for the next test
+
+
+def _children() -> list[int]:
+    return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+
+
+def _command(pid: int) -> str:
+    """Which of the servers of multiprocessing it is, or its command line."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return _SERVERS[0]  # gone by now
+    return next((server for server in _SERVERS if server in text), text)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    before = _state()
+    yield
+    after = _state()
+    changed = [name for name, value in before.items() if after[name] != value]
+    assert not changed, "left behind: " + "; ".join(f"{name} {before[name]} -> {after[name]}" for name in changed)

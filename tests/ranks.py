@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import warnings
 from datetime import timedelta
@@ -9,20 +10,30 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
 def results(world_size: int, *, only: str = "") -> list[dict[str, Any]]:
-    """What every case returned, rank by rank. A case that fails on any rank fails all of this world size.
+    """What every case returned, rank by rank.
+
+    A case that fails on any rank ends all of this world size: the first test that asks fails with its error, the
+    others are skipped.
 
     ``only``: the cases whose names begin so.
     """
     outcome = _start(world_size, only)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    if not isinstance(outcome, Exception):
+        return outcome
+    if (world_size, only) in _told:
+        pytest.skip(f"the start of {world_size} processes failed, as {_told[world_size, only]} says")
+    _told[world_size, only] = os.environ.get("PYTEST_CURRENT_TEST", "the first test that asked")
+    raise outcome
+
+
+_told: dict[tuple[int, str], str] = {}  # failed starts, and the tests that failed with their errors
 
 
 @cache
