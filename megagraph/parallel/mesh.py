@@ -101,10 +101,13 @@ def replicas_of(mesh: DeviceMesh | None) -> DeviceMesh | None:
     return None if mesh is None or mesh["dp", "cp"].size() == 1 else mesh["dp", "cp"]._flatten("dp_cp")
 
 
-def on_every_rank(function: Callable[[], T]) -> T:
+def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """``function()`` on every rank; where it fails on one rank, every rank raises the first rank's error.
 
     Without this a rank that stops alone would leave the others waiting in their next collective.
+
+    Args:
+        group: of all ranks, for a thread beside the main one.
     """
     if not dist.is_initialized():
         return function()
@@ -114,7 +117,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
     except Exception as caught:
         error = caught
         failure.note(error)
-    outcomes = all_gather(None if error is None else (type(error).__name__, str(error)))
+    outcomes = all_gather(None if error is None else (type(error).__name__, str(error)), group)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return result  # type: ignore[return-value]
@@ -128,9 +131,9 @@ def on_every_rank(function: Callable[[], T]) -> T:
     raise raised from error
 
 
-def on_rank_zero(function: Callable[[], T]) -> T:
+def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """``function()`` on rank 0; every rank gets its result, or raises its error."""
-    return all_gather(on_every_rank(lambda: function() if rank() == 0 else None))[0]
+    return all_gather(on_every_rank(lambda: function() if rank() == 0 else None, group), group)[0]
 
 
 def on_one_process_first(function: Callable[[], T]) -> T:
@@ -160,10 +163,10 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     return x
 
 
-def all_gather(value: Any) -> list[Any]:
+def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The picklable ``value`` of every rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
