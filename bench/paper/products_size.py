@@ -71,7 +71,7 @@ def _train(folder: Path, step: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as empty:
         if step == "train":
             return [{"step": step, **TRAIN, "growth_limit_bytes": GROWTH_BYTES} | _steps(folder, {}, LATE_STEP)]
-        cached = sorted(path.name for path in (folder / "cache").iterdir())
+        cached = sorted(path.name for path in (folder / "cache").glob("*.npy"))
         fixed = {**TRAIN, "cached": cached, "limit_seconds": FIRST_STEP_SECONDS}
         return [
             {"step": step, "jit": jit, **fixed} | _steps(folder, environment, 1)

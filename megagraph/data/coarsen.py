@@ -7,20 +7,18 @@ import itertools
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import scipy.sparse as sp
 
+from megagraph.data import cache
 from megagraph.data.datasets import Graph, csr_arrays
-from megagraph.data.store import read_header, save_array
 
 Method = Literal["auto", "metis", "propagation"]
 
 _CHUNK_NODES = 1 << 16
 _METIS_EDGES = 1 << 26  # directed ones; METIS takes about 80 bytes each
-_CACHE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,22 +56,26 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
         return np.zeros(graph.num_nodes, np.int32)
     if method == "auto":
         method = "metis" if graph.num_edges <= _METIS_EDGES else "propagation"
-    cached = _cache_path(graph, f"{method}-{num_parts}")
-    if cached is not None and cached.is_file():
-        with contextlib.suppress(OSError, ValueError):  # one that cannot be read is made again
-            parts = np.load(cached)
-            if parts.shape == (graph.num_nodes,) and parts.dtype == np.int32:
-                return parts
+    name = f"partition-{method}-{num_parts}-{graph.fingerprint()}.npy"
+    if graph.store is not None:
+        kept = cache.load(graph.store, name, (graph.num_nodes,), np.dtype("<i4"))
+        if kept is not None and _is_partition(kept, num_parts):
+            return kept
     if method == "metis":
         parts = _metis(num_parts, graph.indptr, graph.indices)
     else:
         from megagraph.data.propagate import propagate  # numba takes a second to import
 
         parts = propagate(graph.indptr, graph.indices, num_parts)
-    if cached is not None:
+    if graph.store is not None:
         with contextlib.suppress(OSError):  # the folder may be read-only
-            save_array(cached, parts)
+            cache.save(graph.store, name, parts.astype("<i4", copy=False))
     return parts
+
+
+def _is_partition(parts: np.ndarray, num_parts: int) -> bool:
+    """In at most ``num_parts`` parts, numbered without gaps."""
+    return 0 <= parts.min() <= parts.max() < num_parts and bool(np.bincount(parts).all())
 
 
 def _metis(
@@ -120,14 +122,6 @@ def _in_a_child(run_metis: Callable[[], np.ndarray]) -> np.ndarray:
     finally:
         receive.close()
         child.join()
-
-
-def _cache_path(graph: Graph, name: str) -> Path | None:
-    if graph.store is None:
-        return None
-    arrays = read_header(graph.store)["arrays"]
-    key = "-".join(arrays[part]["sha256"][:16] for part in ("indptr", "indices"))
-    return graph.store / "cache" / f"partition-{name}-{key}-v{_CACHE_VERSION}.npy"
 
 
 def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np.ndarray, sp.csr_array]:

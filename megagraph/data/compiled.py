@@ -24,6 +24,32 @@ def _find(ascending, start, stop, value):
 
 
 @njit(cache=True, nogil=True)
+def misplaced(starts, columns, first, row, previous, num_columns, loops):
+    """The first of the entries ``columns`` of CSR rows that is out of range, not above the one before it, or a loop.
+
+    Args:
+        first, row, previous: the entry that columns[0] is, a row that does not begin after it, and the column of the
+            entry before, -1 at the start.
+        loops: a row may name itself.
+
+    Returns:
+        the row reached, and the position in ``columns``, -1 where all are right.
+    """
+    stop = starts[row + 1]
+    for at in range(len(columns)):
+        if first + at == stop:
+            while starts[row + 1] == stop:
+                row += 1
+            stop = starts[row + 1]
+            previous = -1
+        column = np.int64(columns[at])
+        if column <= previous or column >= num_columns or (column == row and not loops):
+            return row, at
+        previous = column
+    return row, -1
+
+
+@njit(cache=True, nogil=True)
 def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
     """Forward push for each source; see ``Pagerank``.
 

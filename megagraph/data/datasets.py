@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
+import xxhash
 
+MAX_CLASSES = 1 << 24
 _PARTS = ("train", "val", "test")
 _CLASS_SIGNAL = 1.2  # synthetic class means: distance from the origin, in standard deviations of one feature
+_CHUNK_ENTRIES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +48,8 @@ class Graph:
         features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
         labels:   [V]        int64    class, -1 = not labelled
     ``split`` is the data set's own split, None where it has none. ``store`` is the folder that the arrays are mapped
-    from (``megagraph.data.store``): they stay on disk until they are read, and a process that is sent the graph maps
-    them again.
+    from (``megagraph.data.store``), which has checked them: they stay on disk until they are read, and a process that
+    is sent the graph maps them again. ``identity`` is what a store gives ``fingerprint``.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Graph:
     num_classes: int
     split: Split | None = None
     store: Path | None = None
+    identity: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_nodes == 0:
@@ -70,10 +74,18 @@ class Graph:
             )
         if self.labels.shape != (self.num_nodes,):
             raise ValueError(f"expected labels of shape [{self.num_nodes}], got {list(self.labels.shape)}")
+        if self.store is None:
+            self._check_values()
+
+    def _check_values(self) -> None:
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < -1 or high >= self.num_classes:
             raise ValueError(
                 f"expected labels in 0..{self.num_classes - 1}, or -1 for unlabelled, got {low}..{high}; relabel them"
+            )
+        if self.num_classes > MAX_CLASSES:
+            raise ValueError(
+                f"expected at most {MAX_CLASSES:,} classes, got {self.num_classes:,}; number them without gaps"
             )
         if high < 0:
             raise ValueError("expected labelled nodes, got -1 everywhere; add labels to train on")
@@ -127,6 +139,22 @@ class Graph:
         """CRC-32 of the edges."""
         return zlib.crc32(np.ascontiguousarray(self.indices).data, zlib.crc32(np.ascontiguousarray(self.indptr).data))
 
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that stand for edges, features, labels, split and the number of classes.
+
+        The same source always has the same. That of a store comes from the checksums in its header and reads nothing;
+        so the same numbers have another one where they are in memory, in another store form or of another dtype.
+        """
+        if self.identity is not None:
+            return self.identity
+        x, split = self.features, [] if self.split is None else [getattr(self.split, part) for part in _PARTS]
+        features = [x.indptr, x.indices, x.data] if isinstance(x, sp.csr_array) else [x]
+        digest = xxhash.xxh3_128(repr((self.num_classes, x.shape)).encode())
+        for array in (self.indptr, self.indices, self.labels, *features, *split):
+            digest.update(f"{array.dtype.str} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
     @classmethod
     def from_data(cls, data: Any, name: str = "graph") -> Graph:
         """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
@@ -171,11 +199,12 @@ class Graph:
             raise ValueError(
                 f"expected an integer edge_index of shape [2, E], got {edge_index.dtype} {list(edge_index.shape)}"
             )
-        num_nodes = x.shape[0]
+        num_nodes, y = x.shape[0], y.astype(np.int64)
         if sp.issparse(x):
             x = sp.csr_array(x, dtype=np.float32)
         elif x.dtype != np.float16:
-            x = np.ascontiguousarray(x, np.float32)
+            with np.errstate(over="ignore"):  # what is too large is infinite then, and refused
+                x = np.ascontiguousarray(x, np.float32)
         check_finite(x)
         if edge_index.size and (edge_index.min() < 0 or edge_index.max() >= num_nodes):
             raise ValueError(
@@ -191,7 +220,7 @@ class Graph:
             indptr=adjacency.indptr.astype(np.int64),
             indices=adjacency.indices.astype(np.int32),
             features=x,
-            labels=y.astype(np.int64),
+            labels=y,
             num_classes=int(y.max(initial=-1)) + 1,
             split=split,
         )
@@ -218,15 +247,26 @@ def _attribute(data: Any, key: str) -> Any:
     return sp.coo_array(entries, shape=tuple(value.shape)).tocsr()
 
 
-def check_finite(features: np.ndarray | sp.csr_array, first_row: int = 0) -> None:
-    """Raise ValueError that names the first row with NaN or inf, counted from ``first_row``."""
-    finite = np.isfinite(features.data if isinstance(features, sp.csr_array) else features)
-    if not finite.all():
-        if isinstance(features, sp.csr_array):
-            row = int(np.searchsorted(features.indptr, finite.argmin(), side="right")) - 1
-        else:
-            row = int(finite.all(axis=1).argmin())
-        raise ValueError(f"expected finite features, got NaN or inf first in row {first_row + row}; clean that row")
+def check_finite(features: np.ndarray | sp.csr_array) -> None:
+    """Raise ValueError that names the first feature that is NaN or inf."""
+    entries = features.data if isinstance(features, sp.csr_array) else np.ascontiguousarray(features).reshape(-1)
+    if (at := first_infinite(entries)) is None:
+        return
+    if isinstance(features, sp.csr_array):
+        node, feature = int(np.searchsorted(features.indptr, at, side="right")) - 1, int(features.indices[at])
+    else:
+        node, feature = divmod(at, features.shape[1])
+    raise ValueError(f"expected finite features, got {entries[at]} in feature {feature} of node {node}; clean that row")
+
+
+def first_infinite(entries: np.ndarray) -> int | None:
+    """Where the first NaN or inf stands in a float16 or float32 array [n]."""
+    bits, exponent = ("u2", 0x7C00) if entries.dtype == np.float16 else ("u4", 0x7F800000)
+    for first in range(0, len(entries), _CHUNK_ENTRIES):  # chunks that stay in the cache of a core
+        found = entries[first : first + _CHUNK_ENTRIES].view(bits) & np.array(exponent, bits)
+        if found.max() == exponent:
+            return first + int(found.argmax())
+    return None
 
 
 def _refuse_weights(name: str, weights: np.ndarray) -> None:
@@ -306,6 +346,10 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
         root: folder of the named data sets. Raw files found there are used, others are downloaded by PyG or
             ogb, which also write a ``processed`` folder beside ``raw``.
         seed: of the synthetic graph.
+
+    Raises:
+        FileNotFoundError, ValueError: no such data, or some that is damaged; names the file.
+        OSError, ImportError: it cannot be read, or not without another package.
     """
     if dataset == "synthetic":
         return synthetic_graph(seed=seed)

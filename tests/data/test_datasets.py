@@ -72,7 +72,7 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
         ({"edge_index": torch.ones(2, 2)}, "expected an integer edge_index of shape [2, E], got float32"),
         ({"x": torch.ones(4)}, "expected x of shape [V, d_in], got [4]"),
         ({"x": torch.ones(5, 2)}, "expected labels of shape [5], got [4]"),
-        ({"x": NAN_ROW}, "expected finite features, got NaN or inf first in row 1"),
+        ({"x": NAN_ROW}, "expected finite features, got inf in feature 0 of node 1; clean that row"),
         ({"y": torch.ones(4, 3).long()}, "got multi-label y of shape [4, 3]"),
         ({"y": torch.ones(4)}, "expected integer labels, got float32"),
         ({"y": torch.tensor([0, 1, -2, 1])}, "expected labels in 0..1, or -1 for unlabelled, got -2..1"),

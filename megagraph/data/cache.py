@@ -1,0 +1,114 @@
+"""The cache/ folder of a graph store: what was computed from the graph, and what was found when it was checked.
+
+    cache/index.json     of every array here its checksum, and the stamps of the store when it was checked
+          lock           who changes the index holds it
+          NAME.npy
+
+Nothing here has to be there: what is missing or damaged is made again. Several processes may read and write at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megagraph import files
+
+_FORMAT = "MegaGraph store cache 1"
+_NAME = re.compile(r"[\w-]+\.npy", re.ASCII)
+
+
+def npy_head(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    """What a .npy file of version 2.0 begins with; numpy's own depends on its version."""
+    sizes = tuple(int(size) for size in shape)
+    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {sizes!r}, }}".encode()
+    length = -(-(13 + len(text)) // 64) * 64 - 12
+    return np.lib.format.magic(2, 0) + struct.pack("<I", length) + text.ljust(length - 1) + b"\n"
+
+
+def names(store: Path) -> list[str]:
+    """The files that we wrote here, relative to the store; none where the index is not as it was written."""
+    index = _read(store)
+    return [] if index is None else ["cache/index.json", "cache/lock", *(f"cache/{name}" for name in index["files"])]
+
+
+def load(store: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+    """An array as it was saved, or None."""
+    index, path = _read(store), store / "cache" / name
+    head = npy_head(shape, dtype)
+    with suppress(OSError):
+        if index is None or name not in index["files"] or not path.is_file():
+            return None
+        content = np.fromfile(path, np.uint8)
+        if xxhash.xxh3_128_hexdigest(content.data) != index["files"][name] or content[: len(head)].tobytes() != head:
+            return None
+        return content[len(head) :].view(dtype).reshape(shape)
+    return None
+
+
+def save(store: Path, name: str, array: np.ndarray) -> None:
+    """Keep an array.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    content = npy_head(array.shape, array.dtype) + np.ascontiguousarray(array).tobytes()
+    with _locked(store) as index:
+        index["files"][name] = xxhash.xxh3_128_hexdigest(content)
+        files.write_json(store / "cache" / "index.json", index)  # first: no file is ever there that it does not name
+        files.write(store / "cache" / name, content)
+
+
+def checked(store: Path) -> dict[str, Any] | None:
+    """The stamps that were last given to ``remember``."""
+    index = _read(store)
+    return None if index is None else index["checked"]
+
+
+def remember(store: Path, stamps: dict[str, Any]) -> None:
+    """Note how the store was stamped when all of it was checked.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with _locked(store) as index:
+        index["checked"] = stamps
+        files.write_json(store / "cache" / "index.json", index)
+
+
+def _read(store: Path) -> dict[str, Any] | None:
+    path = store / "cache" / "index.json"
+    with suppress(OSError, ValueError):
+        if path.parent.is_symlink() or not path.is_file():
+            return None
+        index = files.read_json(path, "the index of a cache")
+        kept = index.get("files")
+        if index.get("format") == _FORMAT and isinstance(kept, dict) and isinstance(index.get("checked"), dict):
+            return index if all(_NAME.fullmatch(name) for name in kept) else None
+    return None
+
+
+@contextmanager
+def _locked(store: Path) -> Iterator[dict[str, Any]]:
+    """The index, for as long as no other process can change it."""
+    folder = store / "cache"
+    if folder.is_symlink():
+        raise OSError(f"expected a folder of our own, got the link {folder}")
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    try:
+        with suppress(ImportError):  # Windows
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield _read(store) or {"format": _FORMAT, "files": {}, "checked": {}}
+    finally:
+        os.close(lock)
