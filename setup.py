@@ -24,6 +24,7 @@ setup(
         "pymetis>=2023.1",
         "psutil>=5.9",
         "safetensors>=0.4",
+        "typeguard>=4.3",
         "xxhash>=3.5",
         "matplotlib>=3.8",
         "tqdm>=4.66",

@@ -1,40 +1,61 @@
 """Checkpoints: all that the next step of a run depends on, so that a run may stop at any moment and go on elsewhere.
 
 RUN/checkpoints/latest          name of the checkpoint to go on from
-                step-000123/    .metadata, *.distcp    parameters and optimizer state (torch.distributed.checkpoint)
+                step-000123/    begun.json             whose it is, before anything else is written
+                                *.distcp               parameters and optimizer state (torch.distributed.checkpoint)
+                                metadata.json          which tensor lies where in them
                                 copies of files of the run, as they were at that step
-                                manifest.json          progress, and SHA-256 of the files above
-                                committed              SHA-256 of manifest.json
+                                manifest.json          run, data, progress, and checksums of the files above
+                                committed              checksum of manifest.json
 
 Names are those of the whole model and tensors are saved in parts, so that any plan can read what another has written.
 A folder is written once, ``committed`` and then ``latest`` last, and the checkpoint before it stays: a process that is
 killed while it saves loses nothing. There is no random state: batches and dropout depend on seed, epoch and step alone.
+Nothing here is unpickled: what is in a file is numbers and JSON.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
+from megagraph import files
 from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, rank, world_size
 from megagraph.parallel.pipeline import Pipeline
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+
+_METADATA = "metadata.json"
+_TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
+
 
 class TrainingState:
-    """Parameters and optimizer state of a rank by their names in the whole model, as torch.distributed.checkpoint asks.
+    """Parameters and optimizer state of a rank by their names in the whole model.
 
     Tensors are the live ones, no copies: what is loaded into them is loaded.
     """
@@ -43,7 +64,7 @@ class TrainingState:
         self.pipeline, self.optimizers = pipeline, optimizers
 
     def _optimizer_state(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Name, parameter and state; an optimizer without any makes it, and changes the parameters."""
+        """Name, parameter and state; an optimizer without any makes it."""
         table = self.pipeline.table
         names = {parameter: name for name, parameter in self.pipeline.named_parameters().items()}
         if table is not None:
@@ -55,91 +76,115 @@ class TrainingState:
             for parameter in parameters:
                 yield names[parameter], parameter, optimizer.state[parameter]
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"parameters": self.pipeline.state_dict(), "optimizer": {}}
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it; a number, such as the steps that SparseAdam has made, as a tensor."""
         table = self.pipeline.table
+        tensors = {f"parameters.{name}": x for name, x in self.pipeline.state_dict().items()}
         for name, parameter, values in self._optimizer_state():
-            if table is not None and parameter is table.weight:
-                values = {key: table.whole(x) if isinstance(x, Tensor) else x for key, x in values.items()}
-            state["optimizer"][name] = values
-        return state
+            for key, x in values.items():
+                x = x if isinstance(x, Tensor) else torch.tensor(x)
+                if table is not None and parameter is table.weight and x.ndim:
+                    x = table.whole(x)
+                tensors[f"optimizer.{name}.{key}"] = x
+        return tensors
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take the numbers from what was loaded into ``tensors()``; the rest is there already."""
         for name, _, values in self._optimizer_state():
-            loaded = state["optimizer"][name]
-            values |= {key: loaded[key] for key, value in values.items() if not isinstance(value, Tensor)}
+            for key, value in values.items():
+                if not isinstance(value, Tensor):
+                    values[key] = type(value)(tensors[f"optimizer.{name}.{key}"].item())
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest two are kept. All methods are collective.
+    """The checkpoints of one run. All methods are collective.
 
     Args:
         folder: RUN/checkpoints, on a file system that all processes share.
+        run: id of the run.
+        data: fingerprint of what it is trained on.
+        keep: how many to keep.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, run: str = "", data: str = "", keep: int = 2) -> None:
         self.folder = folder
+        self._run, self._data, self._keep = run, data, keep
         self._newest: str | None = None  # written or read last
+        self._pending: Future[None] | None = None
+        self._thread: ThreadPoolExecutor
+        # of the thread, whose collectives must not meet those of a step
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._stager: DefaultStager | None = None
 
-    def save(self, step: int, state: Any, progress: dict[str, Any], files: Iterable[Path] = ()) -> None:
-        """Write a checkpoint, then remove all but the one before.
+    def save(self, step: int, tensors: dict[str, Tensor], progress: dict[str, Any], kept: Iterable[Path] = ()) -> None:
+        """Write a checkpoint, and then remove old ones, while the caller goes on; it waits for the one before only.
 
         Args:
             step: its name; that of the newest checkpoint is not written again.
-            state: a :class:`TrainingState`, or tensors by name.
+            tensors: copied before this returns, into memory that is used again.
             progress: JSON values.
-            files: to copy, where they exist.
+            kept: files to copy as they are now, where they exist; only ever appended to or replaced as a whole.
+
+        Raises:
+            OSError, FloatingPointError: as ``wait``, of the save before.
+        """
+        name = f"step-{step:06d}"
+        if name == self._newest:
+            return
+        self.wait()
+        staged = self._copy(tensors)
+        opened: dict[str, tuple[BinaryIO, int]] = {}
+        if rank() == 0:
+            for path in kept:
+                with suppress(FileNotFoundError):
+                    file = path.open("rb")
+                    opened[path.name] = file, file.seek(0, 2)
+        self._newest = name
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megagraph-checkpoint")
+        self._pending = self._thread.submit(self._write, name, staged, progress, opened)
+        self._thread.shutdown(wait=False)  # it ends with this save
+
+    def wait(self) -> None:
+        """Return when the last save is complete.
 
         Raises:
             OSError: it cannot be written; the checkpoints before are as they were.
+            FloatingPointError: a tensor of it is not finite; likewise.
         """
-        name = f"step-{step:06d}"
-        folder = self.folder / name
-        if name == self._newest:
-            return
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._thread.shutdown()
+            pending.result()
 
-        def start() -> None:
-            shutil.rmtree(folder, ignore_errors=True)  # of a save that was killed, or one that load refused
-            folder.mkdir(parents=True)
-            for file in files:
-                if file.exists():
-                    shutil.copy(file, folder)
+    def check(self) -> None:
+        """Raise the error of a save that has failed meanwhile; return at once. Not collective."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
-        def commit() -> None:
-            manifest = json.dumps({"progress": progress, "files": checksums}, indent=2)
-            _write(folder / "manifest.json", manifest)
-            _write(folder / "committed", hashlib.sha256(manifest.encode()).hexdigest())
-            _write(self.folder / "latest", name)
-            for other in self.folder.glob("step-*"):
-                if other.name not in (name, self._newest):
-                    shutil.rmtree(other, ignore_errors=True)
+    def settle(self) -> None:
+        """Let a save come to its end after an error of the caller; peers that may be gone are not waited for."""
+        if self._pending is not None and not dist.is_initialized():
+            self._thread.shutdown()
 
-        on_rank_zero(start)
-        on_every_rank(lambda: _check_shared(folder))
-        _checkpoint(dcp.save, state, folder)
-        names = on_rank_zero(lambda: sorted(path.name for path in folder.iterdir()))
-        own = on_every_rank(lambda: {name: _checksum(folder / name) for name in names[rank() :: world_size()]})
-        checksums = {name: value for part in all_gather(own) for name, value in part.items()}
-        on_rank_zero(commit)
-        self._newest = name
-
-    def load(self, state: Any) -> tuple[Path, dict[str, Any]]:
+    def load(self, tensors: dict[str, Tensor], step: int | None = None) -> tuple[Path, dict[str, Any]]:
         """Read the newest checkpoint that is whole, and say which others are not.
 
         Args:
-            state: as for :meth:`save`, under this or another plan, with new optimizers; it is filled in place.
+            tensors: as for :meth:`save`, under this or another plan; they are filled in place.
+            step: read this one, and no other.
 
         Returns:
             the folder of the checkpoint and its progress, the same on every rank.
 
         Raises:
             FileNotFoundError: there is no checkpoint that is whole; the message says why.
-            ValueError: it is one of another model.
+            ValueError: it is one of another model or of other data.
         """
+        self.wait()
         refused = []
-        for name in on_rank_zero(self._names):
+        for name in on_rank_zero(self._names) if step is None else [f"step-{step:06d}"]:
             try:
-                progress = self._verify(name)
+                manifest = self._verify(name)
                 break
             except Exception as error:  # whatever it is: it cannot be used
                 refused.append(f"{name} cannot be used: {error}")
@@ -148,29 +193,113 @@ class Checkpoints:
         if rank() == 0:
             for reason in refused:
                 print(f"megagraph: warning: {reason}; going on from {name}", file=sys.stderr)
+        folder = self.folder / name
+        if manifest["data"] != self._data:
+            raise ValueError(
+                f"a resumed run needs the data it was started on: their fingerprint was {manifest['data']}, got "
+                f"{self._data}; pass the --dataset and --root of the run, or train anew with another --out"
+            )
         try:
-            _checkpoint(dcp.load, state, self.folder / name)
+            with _errors_of(folder):
+                dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
         except OSError as error:
-            raise ValueError(f"{self.folder / name} does not fit this model: {error}") from error
+            raise ValueError(f"{folder} does not fit this model: {error}") from error
         self._newest = name
-        return self.folder / name, progress
+        return folder, manifest["progress"]
+
+    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On the CPU, in memory that the next save uses again."""
+        if self._stager is None:
+            on_gpu = any(x.is_cuda for x in tensors.values())
+            self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
+        staged = self._stager.stage(dict(tensors))
+        assert isinstance(staged, dict)
+        return staged
+
+    def _write(
+        self,
+        name: str,
+        tensors: dict[str, Tensor],
+        progress: dict[str, Any],
+        opened: dict[str, tuple[BinaryIO, int]],
+    ) -> None:
+        folder = self.folder / name
+
+        def start() -> None:
+            self._remove(folder)  # of a save that was killed, or one that load refused
+            folder.mkdir(parents=True, exist_ok=True)
+            if others := sorted(path.name for path in folder.iterdir()):
+                raise FileExistsError(f"{folder} holds files that are none of ours: {', '.join(others[:3])}")
+            files.write_json(folder / "begun.json", {"run": self._run})
+            for file_name, (file, size) in opened.items():
+                file.seek(0)
+                with files.replacing(folder / file_name) as copy:
+                    for start in range(0, size, 1 << 20):
+                        copy.write(file.read(min(1 << 20, size - start)))
+
+        def look() -> None:
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f"{folder}, made by rank 0, is not there; put the run on a file system that all share"
+                )
+            _check_finite(tensors)
+
+        def commit() -> None:
+            content = {"run": self._run, "data": self._data, "progress": progress, "files": checksums}
+            manifest = json.dumps(content, indent=2)
+            files.write(folder / "manifest.json", manifest)
+            files.write(folder / "committed", files.checksum(folder / "manifest.json"))
+            files.sync_folder(self.folder)
+            files.write(self.folder / "latest", name)
+            step = _step_of(folder)
+            others = sorted((path for path in self._folders() if path.name != name), key=_step_of, reverse=True)
+            before = [path for path in others if _step_of(path) < step]
+            for old in {*others} - {*islice(before, self._keep - 1)}:
+                self._remove(old)
+
+        with ExitStack() as stack:
+            for file, _ in opened.values():
+                stack.enter_context(file)
+            on_rank_zero(start, self._group)
+            on_every_rank(look, self._group)
+        with _errors_of(folder):
+            dcp.save(
+                dict(tensors),
+                storage_writer=_Writer(folder),
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
+            )
+        names = on_rank_zero(lambda: sorted(path.name for path in folder.iterdir()), self._group)
+        own = on_every_rank(
+            lambda: {name: files.checksum(folder / name) for name in names[rank() :: world_size()]}, self._group
+        )
+        checksums = {name: value for part in all_gather(own, self._group) for name, value in part.items()}
+        on_rank_zero(commit, self._group)
+
+    def _folders(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*") if path.name[5:].isdecimal() and not path.is_symlink()]
 
     def _names(self) -> list[str]:
         """``latest`` first, then the others, newest first."""
-        steps = {path.name: int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdecimal()}
         latest = self.folder / "latest"
         first = latest.read_text(errors="replace") if latest.is_file() else None
-        return sorted(steps, key=lambda name: (name == first, steps[name]), reverse=True)
+        folders = sorted(self._folders(), key=lambda path: (path.name == first, _step_of(path)), reverse=True)
+        return [path.name for path in folders]
 
     def _verify(self, name: str) -> dict[str, Any]:
-        """The progress of a checkpoint all of whose files are as they were written; each rank reads some of them."""
+        """The manifest of a checkpoint all of whose files are as they were written; each rank reads some of them."""
         folder = self.folder / name
 
         def read() -> dict[str, Any]:
+            if not folder.is_dir():
+                raise FileNotFoundError("there is none")
             if not (folder / "committed").is_file():
                 raise FileNotFoundError("it was not finished (no file committed)")
             _check(folder / "manifest.json", (folder / "committed").read_text(errors="replace"))
-            return json.loads((folder / "manifest.json").read_text())
+            manifest = json.loads((folder / "manifest.json").read_text())
+            if manifest["run"] != self._run:
+                raise ValueError("it is one of another run")
+            return manifest
 
         def check() -> None:
             for file, expected in own:
@@ -179,52 +308,104 @@ class Checkpoints:
         manifest = on_rank_zero(read)
         own = list(manifest["files"].items())[rank() :: world_size()]
         on_every_rank(check)
-        return manifest["progress"]
+        return manifest
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a checkpoint of this run, finished or not: what its manifest names, or names that we give out."""
+        with suppress(OSError, ValueError, KeyError):
+            if files.read_json(folder / "begun.json", "a checkpoint")["run"] != self._run:
+                return
+            found = {path.name for path in folder.iterdir()}
+            ours = {name for name in found if _TENSOR_FILE.fullmatch(name)} | {_METADATA, "metrics.jsonl"}
+            ours |= {"model.safetensors", "manifest.json"}
+            ours |= {f"{name}.partial" for name in ours}
+            # the marks of what it is first and last: whoever is killed here leaves what can be removed
+            for part in (["committed", "committed.partial"], ours, ["begun.json", "begun.json.partial"]):
+                files.remove(folder, part)
 
 
-def _checkpoint(function: Callable, state: Any, folder: Path) -> None:
-    """``dcp.save`` or ``dcp.load``; OSError on every rank where it fails on one."""
+class _Writer(FileSystemWriter):
+    """Tensors as torch writes them, and what lies where as JSON, where torch would pickle it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, overwrite=True)
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        places = {result.index: result.storage_data for part in results for result in part}
+        tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), name
+            chunks = []
+            for chunk in tensor.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                where = {"file": place.relative_path, "start": place.offset, "bytes": place.length}
+                chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **where})
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
+        files.write_json(Path(self.path) / _METADATA, {"tensors": tensors})
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        values = files.read_json(Path(self.path) / _METADATA, "what lies where in a checkpoint")
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for name, tensor in values["tensors"].items():
+            chunks = []
+            for chunk in tensor["chunks"]:
+                if not _TENSOR_FILE.fullmatch(chunk["file"]):
+                    raise ValueError(f"expected {name} in a file of the checkpoint, got {chunk['file']!r}")
+                offsets = torch.Size(chunk["offsets"])
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
+                places[MetadataIndex(name, offsets)] = _StorageInfo(chunk["file"], chunk["start"], chunk["bytes"])
+            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
+        return Metadata(tensors, planner_data={name: (name,) for name in tensors}, storage_data=places)
+
+
+@contextmanager
+def _errors_of(folder: Path) -> Iterator[None]:
+    """OSError on every rank where torch's checkpoint fails on one."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
-            function({"training": state}, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        yield
     except CheckpointException as error:  # a BaseException, which nobody expects
         failed, (cause, _) = min(error.failures.items())
         raise OSError(f"{folder} (rank {failed}): {cause}") from error
 
 
 def _make_state(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """An optimizer makes its tensors in its first step: one from which the parameters will be loaded over."""
+    """An optimizer makes its tensors in its first step: one that changes nothing and does not count."""
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for parameter in parameters:
         empty = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
         parameter.grad = empty if sparse else torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     optimizer.step()
     optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in parameters:
+        optimizer.state[parameter]["step"] *= 0
 
 
-def _check_shared(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}, made by rank 0, is not there; put the run on a file system that all share")
+def _check_finite(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if own.numel() and own.is_floating_point() and not torch.stack(own.aminmax()).isfinite().all():
+            raise FloatingPointError(
+                f"{name} is not finite, and a checkpoint of it would be of no use; "
+                "go on from an earlier one with a lower --learning-rate"
+            )
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def _check(file: Path, expected: str) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"{file.name} is missing")
-    if _checksum(file) != expected:
+    if files.checksum(file) != expected:
         raise ValueError(f"{file.name} is not as it was written")
-
-
-def _checksum(file: Path) -> str:
-    checksum = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            checksum.update(block)
-    return checksum.hexdigest()
-
-
-def _write(file: Path, text: str) -> None:
-    """Replace a file in one move."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
-from dataclasses import asdict, dataclass, fields
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan, ScheduleName
 
+AUTO = Path("auto")
 # how the processes share the work, which the numbers do not depend on
 LAYOUT_FIELDS = (
     "plan", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
@@ -32,9 +35,22 @@ class TrainConfig:
     out: Path | None = None
     """Run folder to create; default runs/DATASET-DATE-TIME."""
     resume: Path | None = None
-    """Run folder to go on with, from its newest checkpoint; its config.json takes the place of all defaults."""
+    """Run folder to go on with, from its newest checkpoint; its config.json takes the place of all defaults.
+    auto: go on with the run in --out, begin it where there is none, print its summary where it has finished."""
+    resume_step: int | None = None
+    """With --resume: go on from the checkpoint of this step."""
+    weights: Path | None = None
+    """Start from these weights, a model.safetensors, in place of random ones."""
     checkpoint_every: int = 0
     """Steps from one checkpoint to the next; 0: one at the end of every epoch."""
+    keep: int = 2
+    """Checkpoints to keep; the newest one stays when the run has finished."""
+    time_limit: str | None = None
+    """Write a checkpoint and leave before this time since the start is over, as in 3h, 90m, 1h30m or 2-12:00:00."""
+    lock_wait: float = 60.0
+    """Seconds to wait for another process that still writes to the run folder."""
+    bad_steps: int = 3
+    """Steps in a row whose loss or gradient is not finite, which are skipped, before the run ends."""
 
     model: Literal["hierarchical", "graphormer"] = "hierarchical"
     """hierarchical: ANS-GT's; graphormer: with degree codes and hop distances."""
@@ -124,13 +140,17 @@ class TrainConfig:
     """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 
     def __post_init__(self) -> None:
+        for name in ("root", "out", "resume", "weights"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
         at_least = {
-            1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "epochs"),
-            0: ("seed", "workers", "learning_rate", "weight_decay", "checkpoint_every"),
+            1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "epochs", "keep",
+                "bad_steps"),
+            0: ("seed", "workers", "learning_rate", "weight_decay", "checkpoint_every", "lock_wait"),
         }  # fmt: skip
         for low, names in at_least.items():
             for name in names:
-                if getattr(self, name) < low:
+                if not low <= getattr(self, name) < math.inf:
                     raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0.0 <= self.warmup < 1.0:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
@@ -139,10 +159,15 @@ class TrainConfig:
         if self.model == "graphormer" and self.bias == "projected":
             raise ValueError("bias must be bucket or auto for model graphormer, got projected")
         for name in ("clip_norm", "timeout"):
-            if getattr(self, name) <= 0.0:
+            if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        if self.resume == AUTO and self.out is None:
+            raise ValueError("--resume auto needs --out, the folder of the run to begin or to go on with")
+        if self.resume_step is not None and (self.resume is None or self.resume_step < 0):
+            raise ValueError(f"resume_step is a step of the run that --resume names, got {self.resume_step}")
+        _ = self.limit_seconds
         self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model
         self._check_plan()
 
@@ -151,7 +176,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and self.plan != "auto":
                 raise ValueError(f"{name} is a part of --plan auto, got {value} beside --plan {self.plan}")
-            if value is not None and value <= 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0, got {value}")
         if self.plan != "auto":
             self.parallel_plan()
@@ -178,6 +203,11 @@ class TrainConfig:
             checkpoint=self.checkpoint,
             shard=self.shard,
         )
+
+    @property
+    def limit_seconds(self) -> float | None:
+        """The time limit."""
+        return None if self.time_limit is None else _seconds(self.time_limit)
 
     @property
     def batch_sequences(self) -> int:
@@ -249,33 +279,50 @@ class TrainConfig:
 
     def shared_fields(self) -> dict[str, Any]:
         """What all processes of a run must agree on; folders and devices may differ from machine to machine."""
-        own = ("root", "out", "resume", "device", "workers")
+        own = ("root", "out", "resume", "weights", "device", "workers")
         return {name: value for name, value in asdict(self).items() if name not in own}
 
-    def check_continues(self, run: TrainConfig) -> None:
-        """Raise ValueError if a field that the numbers depend on is not that of ``run``, a run to resume."""
-        may_differ = (
-            "root", "resume", "device", "workers", "checkpoint_every", "timeout", "trace", *LAYOUT_FIELDS,
+    def check_continues(self, run: TrainConfig) -> dict[str, tuple[Any, Any]]:
+        """What of a run to resume changes its numbers: training longer and a lower learning rate, old and new values.
+
+        Raises:
+            ValueError: another field that the numbers depend on is not that of ``run``.
+        """
+        changes = {}
+        free = (
+            "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit",
+            "lock_wait", "bad_steps", "timeout", "trace", "pp", "cp", "dp", "memory_gib", *LAYOUT_FIELDS,
         )  # fmt: skip
         for name, value in asdict(self).items():
-            if name not in may_differ and value != getattr(run, name):
+            before = getattr(run, name)
+            if name in free or value == before:
+                continue
+            longer = name in ("epochs", "max_steps") and (value is None or (before is not None and value > before))
+            if not longer and not (name == "learning_rate" and value < before):
                 raise ValueError(
-                    f"{name} of a resumed run must stay {getattr(run, name)!r}, got {value!r}; "
-                    f"only {', '.join(may_differ)} may change"
+                    f"{name} of a resumed run must stay {before!r}, got {value!r}; only {', '.join(free)} may change, "
+                    "epochs and max_steps may grow and learning_rate may become less"
                 )
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2, default=str)
+            changes[name] = (before, value)
+        return changes
 
     @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        values: dict[str, Any] = json.loads(text)
-        unknown = set(values) - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"expected the fields of TrainConfig, got unknown {sorted(unknown)}")
-        for name in ("root", "out", "resume"):
-            values[name] = None if values.get(name) is None else Path(values[name])
-        return cls(**values)
+    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
+        """From the values of a JSON object; ValueError names a field that is not right."""
+        return files.typed(cls, values, "the configuration of a run")
+
+
+def _seconds(text: str) -> float:
+    """Of "3h", "90m", "1h30m", "45s" or, as schedulers write it, "[days-]hours:minutes:seconds"."""
+    words = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text) if text else None
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if words is not None:
+        days, (hours, minutes, seconds) = 0, (int(part or 0) for part in words.groups())
+    elif clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+    else:
+        raise ValueError(f"time_limit must be as 3h, 90m, 1h30m or 2-12:00:00, got {text!r}")
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megagraph import files
 from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.datasets import Graph, Split, load_graph, random_split
@@ -102,24 +104,30 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     return split
 
 
-def class_probabilities(pipeline: Pipeline, loader: Loader) -> np.ndarray:
+def class_probabilities(pipeline: Pipeline, loader: Loader, between: Callable[[], None] = lambda: None) -> np.ndarray:
     """Mean of softmax over all sequences of a node, fp32 [V, classes]; rows of nodes that were not read out are 0.
 
     ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability. Every rank
     gets the probabilities of all nodes.
+
+    Args:
+        between: called before every batch, on every rank.
     """
     total = torch.zeros(loader.num_nodes, pipeline.config.num_classes, device=pipeline.device)
-    for nodes, votes in _votes(pipeline, loader):
+    for nodes, votes in _votes(pipeline, loader, between):
         total.index_add_(0, nodes, votes)
     if pipeline.mesh is not None:
         sum_over_ranks(total)
     return _mean(total.cpu().numpy())
 
 
-def _votes(pipeline: Pipeline, loader: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+def _votes(
+    pipeline: Pipeline, loader: Loader, between: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Nodes [n] and softmax [n, classes] of every batch, from the ranks that have the last stage."""
     pipeline.train(False)
     for batch in loader.epoch(0):
+        between()
         batch = pipeline.receive(batch)
         scores = pipeline.logits(batch)
         if scores is not None:
@@ -136,21 +144,30 @@ def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -
     return float((probabilities[nodes].argmax(axis=1) == labels[nodes]).mean())
 
 
-def predict(run: Path | str, data: Any = None, out: Path | str | None = None) -> np.ndarray:
+def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **changes: Any) -> np.ndarray:
     """Class probabilities fp32 [V, classes] of every node, by the weights of a run.
 
     Args:
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
-        out: a file to write them to as .npy, a batch at a time; the result is then mapped from it.
+        out: a file to write them to as .npy, a batch at a time; the result is then mapped from it. One in the run
+            folder must not be a file of the run.
+        changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
+            because the run says so is printed.
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
-        ValueError: the graph does not have the features that the model was trained on, or, for a learned embedding,
-            is another graph.
+        FileExistsError: ``out`` is a file of the run, or a link.
+        ValueError: a file of the run is damaged; the graph does not have the features that the model was trained on,
+            or, for a learned embedding, is another graph.
     """
     opened = Run.open(run)
-    config, model_config = opened.config, opened.model_config
+    if out is not None:
+        opened.check_output(Path(out))
+    config, model_config = replace(opened.config, **changes), opened.model_config
+    if data is None and "dataset" not in changes:
+        place = "" if config.root is None or "root" in changes else f" in {config.root}"
+        print(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says", file=sys.stderr)
     graph = as_graph(data, config)
     learned = model_config.embedding == "learned"
     if learned and graph.checksum() != model_config.graph_checksum:
@@ -175,14 +192,13 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None) ->
     loader = make_loader(config, batches(config, graph), nodes)
     if out is None:
         return class_probabilities(pipeline, loader)
-    partial = Path(f"{out}.partial")
     shape = (graph.num_nodes, model_config.num_classes)
-    probabilities = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-    for targets, votes in _votes(pipeline, loader):
-        # all sequences of a node are in one batch
-        found, index = targets.unique(return_inverse=True)
-        total = votes.new_zeros(len(found), votes.shape[1]).index_add_(0, index, votes)
-        probabilities[found.cpu().numpy()] = _mean(total.cpu().numpy())
-    probabilities.flush()
-    partial.replace(out)
+    with files.replacing(Path(out)) as file:
+        probabilities = np.lib.format.open_memmap(file.name, mode="w+", dtype=np.float32, shape=shape)
+        for targets, votes in _votes(pipeline, loader):
+            # all sequences of a node are in one batch
+            found, index = targets.unique(return_inverse=True)
+            total = votes.new_zeros(len(found), votes.shape[1]).index_add_(0, index, votes)
+            probabilities[found.cpu().numpy()] = _mean(total.cpu().numpy())
+        probabilities.flush()
     return probabilities

@@ -10,9 +10,12 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, get_args, get_origin, get_type_hints
 
 import xxhash
+from typeguard import TypeCheckError, check_type
+
+T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 24
 
@@ -26,9 +29,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     partial = path.with_name(f"{path.name}.partial")
     with suppress(FileNotFoundError):
         partial.unlink()  # of a process that was killed
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:
-        with os.fdopen(descriptor, "w+b") as file:
+        with open(partial, "w+b", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -87,13 +90,45 @@ def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected {what}, got {path}, which cannot be read as JSON: {error}") from error
+        raise ValueError(f"expected {what}, but {path} is not a whole JSON file ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"expected {what}, a JSON object, got {type(values).__name__} in {path}")
     expected = values.pop("checksum", None)
     if expected != _of_values(values) and not (by_hand and expected is None):
         raise ValueError(f"expected {what} as it was written, got {path}, which has changed since or is damaged")
     return values
+
+
+def typed(kind: type[T], values: dict[str, Any], what: str) -> T:
+    """The dataclass ``kind`` made of the values of a JSON object; lists become tuples, and strings paths, where it has
+    these.
+
+    Raises:
+        ValueError: a field is unknown, missing or of another type, or the dataclass refuses it; names ``what``.
+    """
+    hints = get_type_hints(kind)
+    if not values.keys() <= hints.keys():
+        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {values}")
+    fields = {}
+    for name, value in values.items():
+        if isinstance(value, str) and Path in get_args(hints[name]):
+            value = Path(value)
+        if isinstance(value, list) and get_origin(hints[name]) is tuple:
+            value = tuple(value)
+        fields[name] = value
+    made = error = None
+    try:
+        made = kind(**fields)
+    except (TypeError, AttributeError, OverflowError) as caught:  # a type that the checks of its values do not expect
+        error = caught
+    for name, value in fields.items():
+        try:
+            check_type(value, hints[name])
+        except TypeCheckError as wrong:
+            raise ValueError(f"expected {what} whose {name} is right, got {value!r}: {wrong}") from wrong
+    if made is None:
+        raise ValueError(f"expected {what}, got one that is not whole: {error}") from error
+    return made
 
 
 def _of_values(values: dict[str, Any]) -> str:

@@ -1,14 +1,16 @@
 """A run folder: what a training run leaves behind, and nothing lost if it stops half-way.
 
-RUN/config.json        the TrainConfig
+RUN/run.json           that this is a run of ours, and its id; every other file names it
+    config.json        the TrainConfig
     plan.json          the Plan: how the processes shared the work
     model.json         the ModelConfig: its sizes and those of the data set
     metrics.jsonl      one object a step and one an epoch, written as they happen
     model.safetensors  the weights of the best validation epoch so far
-    checkpoints/       what a run that stopped goes on from; gone once it has finished
+    checkpoints/       what a run goes on from; the newest stays when it has finished
     summary.json       the result
     curves.png         loss and accuracy
     trace/             rank-0.json.gz, ...: a few steps of every rank, with --trace
+    lock               while a process writes here
 """
 
 from __future__ import annotations
@@ -16,52 +18,134 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import psutil
+import torch
+import xxhash
 from torch import Tensor
 
-from megagraph.config import LAYOUT_FIELDS, TrainConfig
+from megagraph import files
+from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
+from megagraph.lock import Lock
 from megagraph.models.config import ModelConfig
+
+State = Literal["new", "started", "finished"]
+
+_WEIGHTS = "model.safetensors"
+# what may lie in a run in which nothing has been trained yet
+_BEFORE_THE_FIRST_STEP = ("run.json", "lock", "config.json", "plan.json", "model.json")
+_OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", "summary.json", "curves.png", "trace")
 
 
 class Run:
     """One run folder.
 
     Args:
+        id: of the run.
         writes: of the processes of a run, one writes; the others' calls do nothing.
+        lock: held by the process that writes.
     """
 
-    def __init__(self, folder: Path, *, writes: bool = True) -> None:
+    def __init__(self, folder: Path, *, id: str, writes: bool = True, lock: Lock | None = None) -> None:
         self.folder = folder
+        self.id = id
         self.writes = writes
+        self._lock = lock
 
     @classmethod
-    def create(cls, config: TrainConfig) -> Path:
-        """Make the folder of a new run.
+    def enter(cls, config: TrainConfig) -> tuple[Run, State]:
+        """Take the folder of a run for this process: a new one, or one to go on with as ``config.resume`` says.
+
+        Returns:
+            the run and whether it is new, to be gone on with, or finished, in which case it is not locked.
 
         Raises:
-            FileExistsError: the folder holds a run already.
+            FileExistsError: files of others are in the folder, or a run that nobody asked to go on with.
+            FileNotFoundError: there is no run to resume.
+            TimeoutError: another process writes there.
+            ValueError: a file of the run is damaged, or ``config`` is not one that goes on with it.
             OSError: the folder cannot be written.
         """
-        name = f"{Path(config.dataset).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(config.out) if config.out is not None else Path("runs") / name
-        cls.check_free(folder)
+        folder = _folder(config)
+        fresh = not folder.exists()
+        if config.resume not in (None, AUTO) and not (folder / "run.json").is_file():
+            raise FileNotFoundError(f"{folder} must be the folder of a run to resume, but it holds no run.json")
+        if not fresh:
+            cls._check_ours(folder, config)  # before a lock is written beside files of others
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            cls(folder)._write_config(config)
+            lock = Lock(folder, config.lock_wait)
+        except TimeoutError:
+            raise
         except OSError as error:
             raise type(error)(f"the run folder {folder} cannot be written: {error}; pass another --out") from error
-        return folder
+        try:
+            cls._check_ours(folder, config)  # anew: another process may just have made a run of it
+            if not (folder / "run.json").exists():
+                id = uuid.uuid4().hex
+                values = {"kind": "run", "id": id, "made": time.strftime("%Y-%m-%d %H:%M:%S"), "launch": launch()}
+                files.write_json(folder / "run.json", values)
+                return cls(folder, id=id, lock=lock), "new"
+            run = cls(folder, id=_marker(folder)["id"], lock=lock)
+            state = run.state
+            if state == "new":
+                files.write_json(folder / "run.json", _marker(folder) | {"launch": launch()})
+                return run, "new"
+            changes = config.check_continues(run.config)
+            longer = {"epochs", "max_steps"} & changes.keys()
+            if state == "finished" and not longer:
+                lock.release()
+                return run, "finished"
+            (folder / "summary.json").unlink(missing_ok=True)
+            files.write_json(folder / "run.json", _marker(folder) | {"launch": launch()})
+            return run, "started"
+        except BaseException:
+            lock.release()
+            if fresh:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
 
-    @staticmethod
-    def check_free(folder: Path) -> None:
-        """Raise FileExistsError if the folder holds a run already."""
-        metrics = folder / "metrics.jsonl"
-        if metrics.exists() and metrics.stat().st_size:
-            raise FileExistsError(f"{folder} holds a run already; pass another --out, or remove it")
+    @classmethod
+    def _check_ours(cls, folder: Path, config: TrainConfig) -> None:
+        """Raise FileExistsError if the folder is neither free nor a run that ``config`` goes on with."""
+        if not folder.is_dir():
+            raise FileExistsError(f"{folder} must be a folder to write a run to, but it is something else")
+        for name in _OURS:
+            if (folder / name).is_symlink():
+                raise FileExistsError(
+                    f"{folder / name} is a link, and nothing is written through links; pass another --out"
+                )
+        ours = (folder / "run.json").is_file()
+        if ours and config.resume is not None:
+            return
+        state = cls(folder, id=_marker(folder)["id"]).state if ours else "new"
+        if state != "new":
+            raise FileExistsError(
+                f"{folder} holds a run already; pass another --out, or remove it, or go on with it by --resume auto"
+            )
+        if others := files.others(folder, _BEFORE_THE_FIRST_STEP if ours else ["lock"]):
+            raise FileExistsError(
+                f"{folder} holds files that are none of ours: {_some(others)}; "
+                "pass another --out, a new or empty folder"
+            )
+
+    @property
+    def state(self) -> State:
+        """How far the run has come."""
+        if (self.folder / "summary.json").exists():
+            return "finished"
+        metrics = self.folder / "metrics.jsonl"
+        begun = (metrics.exists() and metrics.stat().st_size) or (self.folder / "checkpoints").exists()
+        return "started" if begun else "new"
 
     @staticmethod
     def to_resume(folder: Path | str, *, new_plan: bool = False) -> TrainConfig:
@@ -72,61 +156,79 @@ class Run:
 
         Raises:
             FileNotFoundError: ``folder`` is not that of a run.
-            ValueError: the run has finished.
+            ValueError: its configuration is damaged.
         """
         folder = Path(folder)
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} must be the folder of a run to resume, but it holds no config.json")
-        if (folder / "summary.json").is_file():
-            raise ValueError(f"the run in {folder} has finished, as its summary.json says; nothing is left to resume")
+        for name in ("config.json", "run.json"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder} must be the folder of a run to resume, but it holds no {name}")
         default = TrainConfig()
         layout = {name: getattr(default, name) for name in LAYOUT_FIELDS} if new_plan else {}
-        return replace(Run(folder).config, **layout, out=folder, resume=folder)
-
-    @classmethod
-    def resume(cls, config: TrainConfig) -> Path:
-        """Check that ``config`` goes on with the run in ``config.resume``, and note its plan there.
-
-        Raises:
-            FileNotFoundError, ValueError: as ``to_resume``, or the numbers would not be those of the run.
-        """
-        assert config.resume is not None
-        config.check_continues(cls.to_resume(config.resume))
-        cls(config.resume)._write_config(config)
-        return config.resume
+        return replace(Run(folder, id=_marker(folder)["id"]).config, **layout, out=folder, resume=folder)
 
     @classmethod
     def open(cls, folder: Path | str) -> Run:
-        """Open the folder of a finished run.
+        """Open the folder of a finished run, to read it.
 
         Raises:
             FileNotFoundError: a file of the run is missing.
+            ValueError: the folder's marker is damaged.
         """
         folder = Path(folder)
-        for name in ("config.json", "model.json", "model.safetensors"):
+        for name in ("config.json", "model.json", _WEIGHTS, "run.json"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} must be the folder of a run, but it holds no {name}")
-        return cls(folder)
+        return cls(folder, id=_marker(folder)["id"], writes=False)
+
+    def check_output(self, path: Path) -> None:
+        """Raise FileExistsError if what is to be written at ``path`` would replace a file of the run, or a link."""
+        inside = path.parent.resolve() == self.folder.resolve() and path.name in _OURS
+        if inside or (self.folder / "checkpoints").resolve() in path.resolve().parents or path.is_symlink():
+            raise FileExistsError(
+                f"{path} is {'a link' if path.is_symlink() else 'a file of the run'}; pass another --out"
+            )
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Hold the folder until the block ends; a new one in which nothing has begun by then is removed again."""
+        try:
+            yield
+        finally:
+            if self.writes:
+                if self.state == "new" and not files.others(self.folder, _BEFORE_THE_FIRST_STEP):
+                    files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
+                if self._lock is not None:
+                    self._lock.release()
+                with suppress(OSError):
+                    self.folder.rmdir()
 
     @property
     def config(self) -> TrainConfig:
-        return TrainConfig.from_json((self.folder / "config.json").read_text())
+        return TrainConfig.from_json(self._read("config.json", "the configuration of a run"))
 
     @property
     def model_config(self) -> ModelConfig:
-        return ModelConfig(**json.loads((self.folder / "model.json").read_text()))
+        return ModelConfig.from_json(self._read("model.json", "the sizes of a model"))
 
-    def _write_config(self, config: TrainConfig) -> None:
-        self._write("config.json", json.loads(replace(config, resume=None).to_json()))
-        config.parallel_plan().save(self.folder / "plan.json")
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self._read("summary.json", "the result of a run")
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Note the configuration, and its plan."""
+        config = replace(config, resume=None, resume_step=None)
+        self._write("config.json", asdict(config))
+        if self.writes:
+            config.parallel_plan().save(self.folder / "plan.json")
 
     def write_model_config(self, config: ModelConfig) -> None:
         self._write("model.json", asdict(config))
 
     def check_model_config(self, config: ModelConfig) -> None:
         """Raise ValueError unless the run, to be resumed, was started with this model on data of these sizes."""
+        written = self.model_config
         for name, value in asdict(config).items():
-            expected = getattr(self.model_config, name)
+            expected = getattr(written, name)
             if value != expected:
                 raise ValueError(f"a resumed run needs the data it was started on: {name} was {expected}, got {value}")
 
@@ -137,8 +239,20 @@ class Run:
                 file.write(json.dumps(values) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        with (self.folder / "metrics.jsonl").open() as file:
-            return [json.loads(line) for line in file]
+        """The lines of metrics.jsonl.
+
+        Raises:
+            ValueError: a line of it is no JSON object.
+        """
+        lines = []
+        path = self.folder / "metrics.jsonl"
+        for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+            try:
+                lines.append(json.loads(text))
+                assert isinstance(lines[-1], dict)
+            except (ValueError, AssertionError) as error:
+                raise ValueError(f"expected a JSON object in line {number} of {path}, got {text[:80]!r}") from error
+        return lines
 
     def progress(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The lines of finished epochs, and those of the steps of the epoch under way."""
@@ -151,20 +265,23 @@ class Run:
                 steps.append(line)
         return epochs, steps
 
+    def begin_anew(self) -> None:
+        """Forget what was trained, as no checkpoint of it can be used."""
+        if self.writes:
+            files.remove(self.folder, ["metrics.jsonl", _WEIGHTS])
+
     def save_weights(self, weights: dict[str, Tensor]) -> None:
         """Replace the weights in one move, so that the last good ones survive a crash."""
-        from safetensors.torch import save_file
-
-        if not self.writes:
-            return
-        partial = self.folder / "model.safetensors.partial"
-        save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, partial)
-        os.replace(partial, self.folder / "model.safetensors")
+        if self.writes:
+            write_weights(self.folder / _WEIGHTS, weights, run=self.id)
 
     def weights(self) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
+        """The weights of the best epoch, on the CPU.
 
-        return load_file(self.folder / "model.safetensors")
+        Raises:
+            ValueError: they are damaged, or those of another run.
+        """
+        return read_weights(self.folder / _WEIGHTS, run=self.id)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", summary)
@@ -172,21 +289,108 @@ class Run:
     @property
     def checkpointed(self) -> tuple[Path, Path]:
         """What a checkpoint keeps a copy of."""
-        return self.folder / "metrics.jsonl", self.folder / "model.safetensors"
+        return self.folder / "metrics.jsonl", self.folder / _WEIGHTS
 
     def restore(self, checkpoint: Path) -> None:
         """Bring back what the run had written by the time of a checkpoint."""
+        if not self.writes:
+            return
         for file in self.checkpointed:
-            if self.writes and (checkpoint / file.name).exists():
-                shutil.copy(checkpoint / file.name, file.with_name(f"{file.name}.partial"))
-                os.replace(file.with_name(f"{file.name}.partial"), file)
-
-    def remove_checkpoints(self) -> None:
-        if self.writes:
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
+            if (checkpoint / file.name).exists():
+                with files.replacing(file) as new, (checkpoint / file.name).open("rb") as kept:
+                    shutil.copyfileobj(kept, new, 1 << 20)
+            else:
+                file.unlink(missing_ok=True)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         if self.writes:
-            partial = self.folder / f"{name}.partial"
-            partial.write_text(json.dumps(values, indent=2))
-            os.replace(partial, self.folder / name)
+            files.write_json(self.folder / name, {"run": self.id} | values)
+
+    def _read(self, name: str, what: str) -> dict[str, Any]:
+        path = self.folder / name
+        values = files.read_json(path, what)
+        if values.pop("run", None) != self.id:
+            raise ValueError(f"expected {what}, got {path}, which is that of another run")
+        return values
+
+
+def launch() -> str | None:
+    """What the processes that one torchrun starts have in common, over its restarts; ``None`` without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    run_id = os.environ["TORCHELASTIC_RUN_ID"]
+    if run_id != "none":
+        return run_id
+    launcher = psutil.Process(os.getppid())
+    return f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.0f}"
+
+
+def restarted(config: TrainConfig) -> bool:
+    """Whether torchrun has started these processes again, after ones that failed had begun this very run."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    folder = _folder(config)
+    return (folder / "run.json").is_file() and _marker(folder)["launch"] == launch()
+
+
+def read_weights(path: Path, *, run: str | None = None) -> dict[str, Tensor]:
+    """Named tensors of a safetensors file, on the CPU.
+
+    Args:
+        run: whose they must be; ``None`` also takes a file that was not written here.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none, or they are damaged or of another run.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"expected weights, a safetensors file, at {path}, got nothing")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            notes = opened.metadata() or {}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected weights as they were written, got {path}, which cannot be read: {error}") from error
+    if (run is not None or "checksum" in notes) and notes.get("checksum") != _of_weights(weights, notes.get("run")):
+        raise ValueError(f"expected weights as they were written, got {path}, which has changed since or is damaged")
+    if run is not None and notes.get("run") != run:
+        raise ValueError(f"expected the weights of this run, got {path}, which has those of another run")
+    return weights
+
+
+def write_weights(path: Path, weights: dict[str, Tensor], *, run: str) -> None:
+    """Write named tensors as a safetensors file that knows its run and its checksum."""
+    from safetensors.torch import save_file
+
+    weights = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+    with files.replacing(path) as file:
+        save_file(weights, file.name, metadata={"run": run, "checksum": _of_weights(weights, run)})
+
+
+def _of_weights(weights: dict[str, Tensor], run: str | None) -> str:
+    digest = xxhash.xxh3_128(str(run).encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _folder(config: TrainConfig) -> Path:
+    if config.resume is not None and config.resume != AUTO:
+        return config.resume
+    if config.out is not None:
+        return config.out
+    name = launch() or time.strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{Path(config.dataset).stem}-{name}"
+
+
+def _marker(folder: Path) -> dict[str, Any]:
+    values = files.read_json(folder / "run.json", "the marker of a run of ours")
+    if values.get("kind") != "run" or not isinstance(values.get("id"), str):
+        raise ValueError(f"expected the marker of a run of ours, got {folder / 'run.json'}, which is something else")
+    return values
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

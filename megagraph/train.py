@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from megagraph import auto, plots
+from megagraph import auto, files, plots
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.checkpoint import Checkpoints, TrainingState
-from megagraph.config import TrainConfig
+from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
 from megagraph.data.datasets import Graph, Split
 from megagraph.evaluate import (
@@ -34,9 +36,10 @@ from megagraph.evaluate import (
     make_loader,
     make_model,
 )
+from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
-from megagraph.parallel.failure import phase
+from megagraph.parallel.failure import current_phase, is_out_of_memory, phase
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
@@ -52,8 +55,9 @@ from megagraph.parallel.mesh import (
 )
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
+from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
-from megagraph.run import Run
+from megagraph.run import Run, State, read_weights, restarted
 from megagraph.timeline import STEP, recorder
 
 
@@ -68,6 +72,7 @@ class Summary:
     majority_accuracy: float  # of always answering the largest class of the training nodes, on the test nodes
     epochs: int
     steps: int
+    skipped_steps: int  # whose loss or gradient was not finite
     epoch_seconds: float  # median, training only
     evaluation_seconds: float  # median per epoch
     preprocess_seconds: float
@@ -100,7 +105,7 @@ class Trainer:
 
         Raises:
             FileNotFoundError: ``run`` is not the folder of a run.
-            ValueError: the run has finished; ``fit`` refuses changes that the numbers depend on.
+            ValueError: its configuration is damaged; ``fit`` refuses changes that the numbers depend on.
         """
         return cls(replace(Run.to_resume(run, new_plan="plan" in changes), **changes))
 
@@ -113,120 +118,198 @@ class Trainer:
         Args:
             data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
 
+        A run that has finished already, and is to be resumed, returns the summary that it has.
+
         Raises:
             ValueError: bad data, configuration or plan, on every process alike; nothing has been trained by then.
-            FileExistsError, OSError: the run folder is taken, or cannot be written.
+            FileExistsError, TimeoutError, OSError: the run folder is taken, in use, or cannot be written.
+            FloatingPointError: the loss, gradients or weights are not finite.
+            MemoryError: a process has run out of memory.
+            Stopped: a signal came, or the time limit; a checkpoint has been written.
         """
         config = self.config
-        with process_group(config.timeout):
+        with process_group(config.timeout), Stop(config.limit_seconds) as stop:
+            if on_rank_zero(lambda: config.resume is None and restarted(config)):
+                config = replace(config, resume=AUTO)
             check_equal("the configuration", config.shared_fields())
+            config = on_rank_zero(lambda: _known_plan(config))
             if config.plan != "auto":
                 config.parallel_plan().check(
                     world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences
                 )
-            elif (out := config.out) is not None:
-                on_rank_zero(lambda: Run.check_free(out))
             device = on_every_rank(config.torch_device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             check_equal("the device", {"type": device.type})
-            phase("data")
-            graph = on_one_process_first(lambda: as_graph(data, config))
-            split = on_every_rank(lambda: choose_split(graph, config))
-            check_equal("the graph", _checksums(graph) | _checksums(split))
-            return _fit(config, device, graph, split)
+            run, state = _enter(config)
+            if state == "finished":
+                return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
+            with run.kept():
+                try:
+                    return self._fit(run, state, config, device, data, stop)
+                except KeyboardInterrupt as interrupt:
+                    interrupt.run = run.folder  # type: ignore[attr-defined]
+                    raise
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    raise MemoryError(_out_of_memory(error, config)) from error
 
-
-def _fit(config: TrainConfig, device: torch.device, graph: Graph, split: Split) -> Summary:
-    def enter() -> Path:
-        return Run.create(config) if config.resume is None else Run.resume(config)
-
-    run = None if config.plan == "auto" else Run(on_rank_zero(enter), writes=rank() == 0)
-    phase("build")
-    started = time.perf_counter()
-    builder = on_every_rank(lambda: batches(config, graph))
-    preprocess_seconds = time.perf_counter() - started
-    predicted = None
-    if run is None:
-        phase("profile")
-        config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
-        run = Run(on_rank_zero(enter), writes=rank() == 0)
-    plan = config.parallel_plan()
-    learned = config.embedding == "learned"
-    model_config = config.model_config(
-        in_features=builder.num_rows if learned else graph.in_features,
-        num_classes=graph.num_classes,
-        bias_size=builder.structure.size,
-        graph_checksum=graph.checksum() if learned else 0,
-    )
-    # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
-    contract: dict[str, Any] = {
-        "plan": plan,
-        "model": model_config,
-        "sequence_nodes": builder.sequence_nodes,
-        "dtype": config.dtype,
-    }
-    contract |= {"torch": str(torch.__version__), **_checksums(builder.coarsening)}
-    check_equal("what ranks hold and send", contract)
-    if config.resume is None:
-        run.write_model_config(model_config)
-    else:
-        on_rank_zero(lambda: run.check_model_config(model_config))
-    mesh = make_mesh(plan, device)
-    torch.manual_seed(config.seed)
-    model = make_model(config, model_config, None if mesh is None else mesh["cp"])
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    parameters += builder.num_rows * config.dim if learned else 0
-    pipeline = make_pipeline(model, plan, mesh, device, config)
-    del model  # and with it the other ranks' stages
-    if run.writes:
-        print(
-            f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} features, "
-            f"{graph.num_classes} classes; "
-            f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
-            f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on {device}"
-            f"{'' if mesh is None else f', {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)'}; "
-            f"prepared in {preprocess_seconds:.1f} s",
-            file=sys.stderr,
+    def _fit(self, run: Run, state: State, config: TrainConfig, device: torch.device, data: Any, stop: Stop) -> Summary:
+        phase("data")
+        graph = on_one_process_first(lambda: as_graph(data, config))
+        split = on_every_rank(lambda: choose_split(graph, config))
+        check_equal("the graph", _checksums(graph) | _checksums(split))
+        phase("build")
+        started = time.perf_counter()
+        builder = on_every_rank(lambda: batches(config, graph))
+        preprocess_seconds = time.perf_counter() - started
+        predicted = None
+        if config.plan == "auto":
+            phase("profile")
+            config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
+        plan = config.parallel_plan()
+        learned = config.embedding == "learned"
+        model_config = config.model_config(
+            in_features=builder.num_rows if learned else graph.in_features,
+            num_classes=graph.num_classes,
+            bias_size=builder.structure.size,
+            graph_checksum=graph.checksum() if learned else 0,
         )
-        if isinstance(builder, ClusterBatches):
-            print(builder.quality, file=sys.stderr)
+        # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
+        contract: dict[str, Any] = {
+            "plan": plan,
+            "model": model_config,
+            "sequence_nodes": builder.sequence_nodes,
+            "dtype": config.dtype,
+        }
+        contract |= {"torch": str(torch.__version__), **_checksums(builder.coarsening)}
+        check_equal("what ranks hold and send", contract)
+        changes = on_rank_zero(lambda: _write_configs(run, state, config, model_config))
+        mesh = make_mesh(plan, device)
+        torch.manual_seed(config.seed)
+        model = make_model(config, model_config, None if mesh is None else mesh["cp"])
+        if config.weights is not None and state == "new":
+            on_every_rank(partial(_start_from, model, config.weights))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        parameters += builder.num_rows * config.dim if learned else 0
+        pipeline = make_pipeline(model, plan, mesh, device, config)
+        del model  # and with it the other ranks' stages
+        if run.writes:
+            print(
+                f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} "
+                f"features, {graph.num_classes} classes; "
+                f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
+                f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
+                f"{device}{'' if mesh is None else f', {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)'}; "
+                f"prepared in {preprocess_seconds:.1f} s",
+                file=sys.stderr,
+            )
+            if isinstance(builder, ClusterBatches):
+                print(builder.quality, file=sys.stderr)
 
-    epochs = _Epochs(config, builder, graph, split, pipeline, run)
-    if config.resume is not None:
-        epochs.resume()
-    while not epochs.finished:
-        epochs.run()
-    history = epochs.history
-    best = max(history, key=itemgetter("val_accuracy"))  # the first of equals
-    if epochs.profiler is not None:
-        epochs.profiler.stop()
-    phase("save")
-    if run.writes:
-        plots.curves(run.metrics(), run.folder / "curves.png")
-    majority = np.bincount(graph.labels[split.train]).argmax()
-    summary = Summary(
-        run=str(run.folder),
-        test_accuracy=best["test_accuracy"],
-        best_val_accuracy=best["val_accuracy"],
-        best_epoch=best["epoch"],
-        majority_accuracy=float((graph.labels[split.test] == majority).mean()),
-        epochs=len(history),
-        steps=epochs.step,
-        epoch_seconds=float(np.median([epoch["train_seconds"] for epoch in history])),
-        evaluation_seconds=float(np.median([epoch["evaluation_seconds"] for epoch in history])),
-        preprocess_seconds=preprocess_seconds,
-        sequence_nodes=builder.sequence_nodes,
-        parameters=parameters,
-        peak_memory_bytes=max(all_gather(_peak_memory_bytes(device))),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        measured_step_seconds=float(np.median(epochs.step_seconds)),
-        predicted_step_seconds=None if predicted is None else predicted.step_seconds,
-        predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
+        epochs = _Epochs(config, builder, graph, split, pipeline, run, stop)
+        try:
+            epochs.begin(state, changes)
+            while not epochs.finished:
+                epochs.run()
+            epochs.save()
+            epochs.checkpoints.wait()
+        finally:
+            epochs.checkpoints.settle()
+        history = epochs.history
+        best = max(history, key=itemgetter("val_accuracy"))  # the first of equals
+        if epochs.profiler is not None:
+            epochs.profiler.stop()
+        phase("save")
+        if run.writes:
+            plots.curves(run.metrics(), run.folder / "curves.png")
+        majority = np.bincount(graph.labels[split.train]).argmax()
+        summary = Summary(
+            run=str(run.folder),
+            test_accuracy=best["test_accuracy"],
+            best_val_accuracy=best["val_accuracy"],
+            best_epoch=best["epoch"],
+            majority_accuracy=float((graph.labels[split.test] == majority).mean()),
+            epochs=len(history),
+            steps=epochs.step,
+            skipped_steps=sum(line["skipped_steps"] for line in history),
+            epoch_seconds=float(np.median([epoch["train_seconds"] for epoch in history])),
+            evaluation_seconds=float(np.median([epoch["evaluation_seconds"] for epoch in history])),
+            preprocess_seconds=preprocess_seconds,
+            sequence_nodes=builder.sequence_nodes,
+            parameters=parameters,
+            peak_memory_bytes=max(all_gather(_peak_memory_bytes(device))),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            measured_step_seconds=float(np.median(epochs.step_seconds)) if epochs.step_seconds else 0.0,
+            predicted_step_seconds=None if predicted is None else predicted.step_seconds,
+            predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
+        )
+        run.write_summary(asdict(summary))
+        return summary
+
+
+def _enter(config: TrainConfig) -> tuple[Run, State]:
+    """The run folder, locked by rank 0, which alone writes there."""
+    own: list[Run] = []
+
+    def enter() -> tuple[Path, str, State]:
+        run, state = Run.enter(config)
+        own.append(run)
+        return run.folder, run.id, state
+
+    folder, id, state = on_rank_zero(enter)
+    return (own[0] if own else Run(folder, id=id, writes=False)), state
+
+
+def _known_plan(config: TrainConfig) -> TrainConfig:
+    """A run that goes on with ``--plan auto`` and as many processes as before keeps its plan, and so its numbers."""
+    folder = config.out if config.resume == AUTO else config.resume
+    if config.plan != "auto" or folder is None or not (folder / "config.json").is_file():
+        return config
+    before = Run.to_resume(folder)
+    if before.parallel_plan().world_size != world_size():
+        return config
+    layout = {name: getattr(before, name) for name in LAYOUT_FIELDS}
+    return replace(config, pp=None, cp=None, dp=None, memory_gib=None, **layout)
+
+
+def _write_configs(
+    run: Run, state: State, config: TrainConfig, model_config: ModelConfig
+) -> dict[str, tuple[Any, Any]]:
+    """Note what will be trained, or check that it is what the run has; changes of the numbers that are allowed."""
+    changes = {}
+    if state == "started":
+        changes = config.check_continues(run.config)
+        run.check_model_config(model_config)
+    run.write_config(config)
+    run.write_model_config(model_config)
+    return changes
+
+
+def _start_from(model: GraphTransformer, path: Path) -> None:
+    weights = read_weights(path)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    if wrong:
+        name = min(wrong)
+        raise ValueError(
+            f"expected the weights of this model in {path}, but {name} has shape {found.get(name)} there and "
+            f"{expected.get(name)} in the model; {len(wrong)} of {len(expected)} tensors differ"
+        )
+    model.load_state_dict(weights)
+
+
+def _out_of_memory(error: BaseException, config: TrainConfig) -> str:
+    """What can be done about it."""
+    lines = str(error).strip().splitlines()
+    return (
+        f"out of memory on rank {rank()} in {current_phase()}, plan {config.plan}: "
+        f"{lines[0] if lines else type(error).__name__}; less is taken by --checkpoint, by a smaller --batch-size or "
+        f"--sequence-nodes (now {config.batch_size} and {config.sequence_nodes}), by more --microbatches in a pipeline "
+        "or more cp in the plan, and by --plan auto --memory-gib, which predicts what fits"
     )
-    run.write_summary(asdict(summary))
-    run.remove_checkpoints()
-    return summary
 
 
 def make_pipeline(
@@ -272,10 +355,29 @@ def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim
     return optimizers
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of training came to, the same on every rank; ``skipped``: nothing has changed."""
+
+    loss: float
+    gradient_norm: float
+    skipped: bool
+    leave: bool  # a rank was asked to
+
+
 def train_step(
-    pipeline: Pipeline, optimizers: list[torch.optim.Optimizer], batch: Batch, dropout_key: Tensor, clip_norm: float
-) -> tuple[float, float]:
-    """One step of all optimizers on this rank's share of a global batch: the global loss, and its gradient's norm."""
+    pipeline: Pipeline,
+    optimizers: list[torch.optim.Optimizer],
+    batch: Batch,
+    dropout_key: Tensor,
+    clip_norm: float,
+    asked: bool = False,
+) -> Step:
+    """One step of all optimizers on this rank's share of a global batch, unless its loss or gradient is not finite.
+
+    Args:
+        asked: whether this rank was asked to leave.
+    """
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss = pipeline.backward(batch, dropout_key, loss_sum)
@@ -283,11 +385,16 @@ def train_step(
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     with record_function("optimizer"):
         norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
-        for optimizer in optimizers:
-            optimizer.step()
-    if pipeline.mesh is not None:
-        loss = sum_over_ranks(loss.double())
-    return loss.item(), float(norm)  # waits for the device, so the step's time is all of it
+        sums = torch.stack([loss.double(), loss.new_tensor(asked).double()])
+        if pipeline.mesh is not None:
+            sums = sum_over_ranks(sums)
+        total, leave, gradient_norm = torch.cat([sums, norm.double().to(sums.device)[None]]).tolist()
+        skipped = not math.isfinite(total + gradient_norm)
+        if not skipped:
+            for optimizer in optimizers:
+                optimizer.step()
+    # waits for the device, so the step's time is all of it
+    return Step(total, gradient_norm, skipped, leave > 0)
 
 
 class _Epochs:
@@ -301,9 +408,12 @@ class _Epochs:
         split: Split,
         pipeline: Pipeline,
         run: Run,
+        stop: Stop,
     ) -> None:
         self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
-        self.checkpoints = Checkpoints(run.folder / "checkpoints")
+        self.stop = stop
+        data = on_one_process_first(graph.fingerprint)
+        self.checkpoints = Checkpoints(run.folder / "checkpoints", run=run.id, data=data, keep=config.keep)
         share = own_share(pipeline.plan, pipeline.mesh)
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
@@ -313,6 +423,7 @@ class _Epochs:
         if self.profiler is not None:
             self.profiler.start()
         self.step = 0
+        self.bad_steps: list[Step] = []  # in a row, up to the last one
         self.epoch, self.batch = 0, 0  # the next batch, and its epoch
         self.steps: list[dict[str, Any]] = []  # of this epoch, as in metrics.jsonl
         self.history: list[dict[str, Any]] = []  # of the epochs before
@@ -325,24 +436,65 @@ class _Epochs:
     def finished(self) -> bool:
         return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps)
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        phase("save")
-        self.checkpoints.save(
-            self.step,
-            TrainingState(self.pipeline, self.optimizers),
-            {"step": self.step, "epoch": self.epoch, "batch": self.batch},
-            self.run_folder.checkpointed,
-        )
+    def begin(self, state: State, changes: dict[str, tuple[Any, Any]]) -> None:
+        """Go back to a checkpoint, or write the first one."""
+        try:
+            if state == "started":
+                self._resume(changes)
+        except FileNotFoundError as error:
+            if self.config.resume != AUTO:
+                raise
+            on_rank_zero(self.run_folder.begin_anew)
+            if self.run_folder.writes:
+                print(f"megagraph: beginning anew: {error}", file=sys.stderr)
+        self.stop.defer()
+        self.save()
 
-    def resume(self) -> None:
-        """Go back to the newest checkpoint; what the run has written since is taken back, too."""
-        folder, progress = self.checkpoints.load(TrainingState(self.pipeline, self.optimizers))
+    def _resume(self, changes: dict[str, tuple[Any, Any]]) -> None:
+        """What the run has written since is taken back, too."""
+        state = TrainingState(self.pipeline, self.optimizers)
+        tensors = state.tensors()
+        folder, progress = self.checkpoints.load(tensors, self.config.resume_step)
+        state.load(tensors)
         self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
         on_rank_zero(lambda: self.run_folder.restore(folder))
         self.history, self.steps = on_rank_zero(self.run_folder.progress)
+        if changes:
+            self.run_folder.log(changes=changes, from_step=self.step)
         if self.run_folder.writes:
             print(f"resumed from {folder}: epoch {self.epoch}, batch {self.batch}", file=sys.stderr)
+
+    def save(self) -> None:
+        """Begin to write a checkpoint."""
+        started = time.perf_counter()
+        phase("save")
+        self.checkpoints.save(
+            self.step,
+            TrainingState(self.pipeline, self.optimizers).tensors(),
+            {"step": self.step, "epoch": self.epoch, "batch": self.batch},
+            self.run_folder.checkpointed,
+        )
+        self.stop.took(time.perf_counter() - started)
+
+    def _leave(self) -> NoReturn:
+        """Write a checkpoint and end, on all ranks."""
+        self.save()
+        self.checkpoints.wait()
+        if self.run_folder.writes:
+            print(
+                f"megagraph: stopped by {self.stop.reason} after {self.step} steps; go on with the same command and "
+                f"--resume auto --out {self.run_folder.folder}, or with megagraph train --resume "
+                f"{self.run_folder.folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise Stopped(self.stop.reason)
+
+    def _look_up(self) -> None:
+        """Between two batches of an evaluation."""
+        self.checkpoints.check()
+        if self.stop.agreed():
+            self._leave()
 
     def run(self) -> None:
         """Train what is left of an epoch and evaluate."""
@@ -358,9 +510,13 @@ class _Epochs:
                 break
             self.batch += 1
             if batch.num_targets:  # a cluster batch may have no training nodes
-                self._train_step(batch, stall_seconds)
-                progress.set_postfix(loss=f"{self.steps[-1]['loss']:.3f}")
+                leave = self._train_step(batch, stall_seconds)
+                if self.steps[-1]["loss"] is not None:
+                    progress.set_postfix(loss=f"{self.steps[-1]['loss']:.3f}")
                 saving = time.perf_counter()
+                self.checkpoints.check()
+                if leave:
+                    self._leave()
                 if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
                     self.save()
                 started += time.perf_counter() - saving
@@ -368,11 +524,18 @@ class _Epochs:
             waiting = time.perf_counter()
         trained = time.perf_counter()
         phase("evaluation")
-        probabilities = class_probabilities(self.pipeline, self.eval_loader)
+        probabilities = class_probabilities(self.pipeline, self.eval_loader, self._look_up)
+        if not np.isfinite(probabilities).all():
+            raise FloatingPointError(
+                f"the evaluation after step {self.step} gave numbers that are not finite, so the weights are not; "
+                "go on from an earlier checkpoint with a lower --learning-rate"
+            )
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
+        losses = [step["loss"] for step in self.steps if step["loss"] is not None]
         line = {
             "epoch": self.epoch,
-            "loss": float(np.mean([step["loss"] for step in self.steps])),
+            "loss": float(np.mean(losses)) if losses else None,
+            "skipped_steps": len(self.steps) - len(losses),
             "val_accuracy": val,
             "test_accuracy": test,
             "train_seconds": trained - started,
@@ -380,7 +543,8 @@ class _Epochs:
         }
         if self.run_folder.writes:
             print(
-                f"epoch {self.epoch:3d}  loss {line['loss']:.4f}  validation {val:.4f}  test {test:.4f}",
+                f"epoch {self.epoch:3d}  loss {np.mean(losses) if losses else np.nan:.4f}  "
+                f"validation {val:.4f}  test {test:.4f}",
                 file=sys.stderr,
             )
         if all(val > before["val_accuracy"] for before in self.history):
@@ -389,10 +553,11 @@ class _Epochs:
         self.run_folder.log(**line)
         self.history.append(line)
         self.epoch, self.batch, self.steps = self.epoch + 1, 0, []
-        if not self.config.checkpoint_every and not self.finished:
+        if not self.config.checkpoint_every:
             self.save()
 
-    def _train_step(self, batch: Batch, stall_seconds: float) -> None:
+    def _train_step(self, batch: Batch, stall_seconds: float) -> bool:
+        """Whether to leave."""
         phase("forward and backward", step=self.step)
         started = time.perf_counter()
         config = self.config
@@ -403,27 +568,53 @@ class _Epochs:
         batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
         with record_function(STEP):
-            loss, gradient_norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm)
+            done = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm, asked=self.stop.asked)
         if self.profiler is not None:
             self.profiler.step()
-        if not np.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss of step {self.step} is {loss}; lower --learning-rate (now {learning_rate:.2e}), "
-                "or look for extreme values in the features"
-            )
+        seconds = time.perf_counter() - started
+        self.stop.took(seconds)
         self.steps.append(
             {
                 "step": self.step,
-                "loss": loss,
+                "loss": None if done.skipped else done.loss,
                 "learning_rate": learning_rate,
-                "gradient_norm": gradient_norm,
-                "step_seconds": time.perf_counter() - started,
+                "gradient_norm": None if done.skipped else done.gradient_norm,
+                "step_seconds": seconds,
                 "stall_seconds": stall_seconds,
             }
         )
+        self.bad_steps = [*self.bad_steps, done] if done.skipped else []
+        if done.skipped:
+            self._report_bad_step(batch, learning_rate)
         self.run_folder.log(**self.steps[-1])
-        self.step_seconds.append(self.steps[-1]["step_seconds"] + stall_seconds)
+        self.step_seconds.append(seconds + stall_seconds)
         self.step += 1
+        return done.leave
+
+    def _report_bad_step(self, batch: Batch, learning_rate: float) -> None:
+        """Warn of a step that was skipped, or end the run after the last one that may be."""
+        first, last = self.bad_steps[0], self.bad_steps[-1]
+        if len(self.bad_steps) < self.config.bad_steps:
+            if self.run_folder.writes:
+                print(
+                    f"megagraph: warning: step {self.step} was skipped, its loss is {last.loss} and the norm of its "
+                    f"gradient {last.gradient_norm}",
+                    file=sys.stderr,
+                )
+            return
+        own = [
+            name for name, parameter in self.pipeline.named_parameters().items()
+            if parameter.grad is not None and not parameter.grad.isfinite().all()
+        ]  # fmt: skip
+        named = [name for part in all_gather(own) for name in part]
+        rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
+        of_features = "; its features are not finite" if any(rows) else ""
+        raise FloatingPointError(
+            f"the loss of step {self.step - len(self.bad_steps) + 1} is {first.loss}; lower --learning-rate (now "
+            f"{learning_rate:.2e}), or look for extreme values in the features. {len(self.bad_steps)} steps in a row "
+            f"were skipped, the last one batch {self.batch - 1} of epoch {self.epoch}, loss {last.loss}{of_features}; "
+            f"not finite is the gradient of {', '.join(named[:3]) or 'nothing'}{' and more' if len(named) > 3 else ''}"
+        )
 
 
 def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:

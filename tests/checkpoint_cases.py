@@ -71,8 +71,9 @@ def stop_at(step: int | None):
 
 def outcome(run: Path) -> dict[str, Any]:
     """All that a run leaves behind, but for the times."""
-    lines = [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in Run(run).metrics()]
-    return {"lines": lines, "weights": Run(run).weights()}
+    opened = Run.open(run)
+    lines = [{k: v for k, v in line.items() if not k.endswith("seconds")} for line in opened.metrics()]
+    return {"lines": lines, "weights": opened.weights()}
 
 
 def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> dict[str, Any]:
@@ -113,4 +114,5 @@ def save_until_killed(folder: Path, saved: Connection) -> None:
         done = progress["step"]
     for step in count(done + 1):
         checkpoints.save(step, small_state(float(step)), {"step": step})
+        checkpoints.wait()
         saved.send(step)

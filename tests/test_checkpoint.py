@@ -28,6 +28,7 @@ def saved(folder, steps=(1, 2)) -> Checkpoints:
     checkpoints = Checkpoints(folder / "checkpoints")
     for step in steps:
         checkpoints.save(step, small_state(float(step)), {"step": step}, [folder / "metrics.jsonl", folder / "nothing"])
+    checkpoints.wait()
     return checkpoints
 
 
@@ -42,7 +43,7 @@ def loaded(folder) -> tuple[str, set[float]]:
 def test_save_and_load(tmp_path):
     saved(tmp_path, steps=range(1, 6))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-000004", "step-000005"}
-    files = {".metadata", "__0_0.distcp", "metrics.jsonl", "manifest.json", "committed"}
+    files = {"begun.json", "metadata.json", "__0_0.distcp", "metrics.jsonl", "manifest.json", "committed"}
     assert {path.name for path in (tmp_path / "checkpoints" / "step-000005").iterdir()} == files
     assert loaded(tmp_path) == ("step-000005", {5.0})
 
@@ -52,8 +53,10 @@ def test_a_checkpoint_that_was_read_is_never_written_again(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.load(small_state())
     checkpoints.save(2, small_state(9.0), {"step": 2})
+    checkpoints.wait()
     assert loaded(tmp_path) == ("step-000002", {2.0})
     checkpoints.save(3, small_state(3.0), {"step": 3})
+    checkpoints.wait()
     assert loaded(tmp_path) == ("step-000003", {3.0})
 
 
@@ -76,9 +79,9 @@ DAMAGES = {
     "tensor bit": (flip, "__0_0.distcp", "__0_0.distcp is not as it was written"),
     "tensors cut": (cut, "__0_0.distcp", "__0_0.distcp is not as it was written"),
     "tensors gone": (remove, "__0_0.distcp", "__0_0.distcp is missing"),
-    "metadata bit": (flip, ".metadata", ".metadata is not as it was written"),
-    "metadata cut": (cut, ".metadata", ".metadata is not as it was written"),
-    "metadata gone": (remove, ".metadata", ".metadata is missing"),
+    "metadata bit": (flip, "metadata.json", "metadata.json is not as it was written"),
+    "metadata cut": (cut, "metadata.json", "metadata.json is not as it was written"),
+    "metadata gone": (remove, "metadata.json", "metadata.json is missing"),
     "copy bit": (flip, "metrics.jsonl", "metrics.jsonl is not as it was written"),
     "copy gone": (remove, "metrics.jsonl", "metrics.jsonl is missing"),
     "manifest bit": (flip, "manifest.json", "manifest.json is not as it was written"),
@@ -117,6 +120,7 @@ def test_a_future_that_was_given_up_is_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.load(small_state())
     checkpoints.save(2, small_state(7.0), {"step": 2})
+    checkpoints.wait()
     assert loaded(tmp_path) == ("step-000002", {7.0})
 
 
@@ -131,8 +135,10 @@ def test_a_checkpoint_of_another_model(tmp_path):
 def test_a_save_that_fails_names_the_folder_and_leaves_the_last_one(tmp_path, monkeypatch):
     checkpoints = saved(tmp_path)
     monkeypatch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", lambda *_: 1 / 0)
+    checkpoints.save(3, small_state(3.0), {"step": 3})
     with pytest.raises(OSError, match=r"step-000003 \(rank 0\): division by zero"):
-        checkpoints.save(3, small_state(3.0), {"step": 3})
+        checkpoints.wait()
+    checkpoints.wait()
     assert loaded(tmp_path) == ("step-000002", {2.0})
 
 
@@ -236,13 +242,10 @@ def test_a_run_goes_on_in_two_processes_and_in_one_again(tmp_path):
     killed = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert killed.returncode != 0 and (tmp_path / "log-fault").exists(), killed.stderr
     assert f"resumed from {run / 'checkpoints' / 'step-000002'}: epoch 0, batch 2" in killed.stderr
-    assert (run / "checkpoints" / "latest").read_text() == "step-000006"
+    # the last one may not have been complete when the rank was killed
+    assert (run / "checkpoints" / "latest").read_text() in ("step-000004", "step-000006")
     mg.Trainer.resume(run, plan="1,1,1").fit()
     assert_same_results(outcome(run), expected)
-
-
-def finished(run):
-    (run / "summary.json").write_text("{}")
 
 
 def no_checkpoints(run):
@@ -251,14 +254,12 @@ def no_checkpoints(run):
 
 BAD_RESUMES = {
     "no run": (lambda run: shutil.rmtree(run), dict(), FileNotFoundError, "to resume, but it holds no config.json"),
-    "finished": (finished, dict(), ValueError, "has finished, as its summary.json says; nothing is left to resume"),
     "no checkpoint": (no_checkpoints, dict(), FileNotFoundError, "holds no checkpoint to go on from$"),
     "seed": (None, dict(seed=1), ValueError, "seed of a resumed run must stay 0, got 1; only root, resume, .* may ch"),
     "layers": (None, dict(layers=2), ValueError, "layers of a resumed run must stay 3, got 2"),
-    "epochs": (None, dict(epochs=4), ValueError, "epochs of a resumed run must stay 3, got 4"),
+    "epochs": (None, dict(epochs=2), ValueError, "epochs of a resumed run must stay 3, got 2"),
     "dtype": (None, dict(dtype="fp32"), ValueError, "dtype of a resumed run must stay 'fp64', got 'fp32'"),
     "batch": (None, dict(batch_size=20), ValueError, "batch_size of a resumed run must stay 10, got 20"),
-    "out": (None, dict(out="elsewhere"), ValueError, "out of a resumed run must stay .*, got 'elsewhere'"),
     "plan": (None, dict(plan="1,2,1"), ValueError, r"= 2, got 1; start them with torchrun --nproc-per-node 2"),
     "interval": (None, dict(checkpoint_every=-1), ValueError, "checkpoint_every must be at least 0, got -1"),
 }

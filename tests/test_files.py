@@ -68,7 +68,11 @@ def test_json_by_hand_needs_no_checksum_but_a_right_one_if_any(tmp_path):
     path.write_text(json.dumps(VALUES | {"checksum": "0" * 32}))
     with pytest.raises(ValueError, match="has changed since or is damaged"):
         files.read_json(path, "a file", by_hand=True)
-    for text, message in (("[]", "a JSON object, got list"), ("{", "cannot be read"), ("[" * 10**5, "cannot be read")):
+    for text, message in (
+        ("[]", "a JSON object, got list"),
+        ("{", "is not a whole JSON"),
+        ("[" * 10**5, "is not a whole JSON"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             files.read_json(path, "a file", by_hand=True)

@@ -19,6 +19,7 @@ import torch
 import megagraph as mg
 from megagraph.data.datasets import Split, synthetic_graph
 from megagraph.evaluate import choose_split
+from megagraph.run import Run
 from megagraph.train import schedule
 
 SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=2, sample_nodes=6, channels=3, epochs=3, batch_size=16)
@@ -59,7 +60,8 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     assert summary.test_accuracy > summary.majority_accuracy + 0.15
     steps = losses(folder)
     assert len(steps) == summary.steps and np.mean(steps[-5:]) < 0.9 * np.mean(steps[:5])
-    files = "config.json plan.json model.json metrics.jsonl model.safetensors summary.json curves.png"
+    files = "run.json config.json plan.json model.json metrics.jsonl model.safetensors summary.json curves.png "
+    files += "checkpoints"
     assert {path.name for path in folder.iterdir()} == set(files.split())
     assert mg.Plan.load(folder / "plan.json") == mg.Plan()
     assert json.loads((folder / "summary.json").read_text())["test_accuracy"] == summary.test_accuracy
@@ -133,9 +135,10 @@ def unwritable(tmp_path):
 
 
 def taken(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0}')
-    return {}
+    run, _ = Run.enter(config(tmp_path))
+    run.log(step=0)
+    with run.kept():
+        return {}
 
 
 BAD_RUNS = {

@@ -11,9 +11,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch.distributed as dist
 import tyro
@@ -22,8 +22,8 @@ from megagraph.cli.data import data
 from megagraph.cli.job import Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot
-from megagraph.config import TrainConfig
-from megagraph.parallel.failure import is_of_a_peer
+from megagraph.config import AUTO, TrainConfig
+from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
 from megagraph.parallel.mesh import on_every_rank, process_group, rank
 from megagraph.run import Run
 
@@ -41,19 +41,31 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
     return Job(job, config.timeout)
 
 
-def predict(run: tyro.conf.Positional[Path], /, out: Path | None = None) -> Job:
-    """Write class probabilities of every node of the graph that a run was trained on.
+def predict(
+    run: tyro.conf.Positional[Path],
+    /,
+    out: Path | None = None,
+    dataset: str | None = None,
+    root: Path | None = None,
+    device: str | None = None,
+) -> Job:
+    """Write class probabilities of every node of a graph, by default the one that the run was trained on.
 
     Args:
         run: run folder of ``megagraph train``.
         out: file to write, fp32 [V, classes] as .npy; default RUN/probabilities.npy.
+        dataset: graph to read in place of the run's, as for megagraph train.
+        root: folder of the named data sets, in place of the run's.
+        device: in place of the run's.
     """
 
     def job() -> None:
         from megagraph.evaluate import predict as predict_probabilities
 
         path = run / "probabilities.npy" if out is None else out
-        probabilities = predict_probabilities(run, out=path)
+        given = {"dataset": dataset, "root": root, "device": device}
+        changes = {name: value for name, value in given.items() if value is not None}
+        probabilities = predict_probabilities(run, out=path, **changes)
         print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
 
     return Job(job)
@@ -63,9 +75,13 @@ def _defaults() -> TrainConfig:
     """Of the flags of train: with --resume those of the run, but for its layout where another --plan is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--plan")
     given, _ = parser.parse_known_args()
-    return TrainConfig() if given.resume is None else Run.to_resume(given.resume, new_plan=given.plan is not None)
+    folder = given.out if given.resume == AUTO else given.resume
+    if folder is None or (given.resume == AUTO and not (folder / "config.json").is_file()):
+        return TrainConfig()
+    return replace(Run.to_resume(folder, new_plan=given.plan is not None), resume=given.resume)
 
 
 def _parse() -> Job:
@@ -90,19 +106,31 @@ def _parse() -> Job:
 
 
 def main() -> None:
-    """Entry point; an error that names its cause ends with exit code 1 and without a traceback."""
+    """Entry point. Exit status 0: done, 75: left with a checkpoint, to be started again, 130: interrupted, 1: an error.
+
+    An error that names its cause ends without a traceback.
+    """
     try:
         _run()
     except SystemExit:
         raise
+    except KeyboardInterrupt as interrupt:
+        run: Path | None = getattr(interrupt, "run", None)
+        go_on = "" if run is None else f"; go on with megagraph train --resume {run}"
+        print(f"megagraph: interrupted{go_on}", file=sys.stderr, flush=True)
+        _end(130)
     except BaseException as error:
-        named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
-        short = isinstance(error, named) or is_of_a_peer(error)
+        named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError, MemoryError)
+        short = isinstance(error, named) or is_of_a_peer(error) or is_out_of_memory(error)
         message = f"megagraph: error: {error}" if short else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
-        if dist.is_initialized():
-            os._exit(1)  # an orderly exit would wait for ranks that may be waiting for this one
-        raise SystemExit(1) from error
+        _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    if dist.is_initialized():
+        os._exit(code)  # an orderly exit would wait for ranks that may be waiting for this one
+    raise SystemExit(code)
 
 
 def _run() -> None:

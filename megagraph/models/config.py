@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from megagraph import files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +56,8 @@ class ModelConfig:
         for name in ("dropout", "input_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ModelConfig:
+        """From the values of a JSON object; ValueError names a field that is not right."""
+        return files.typed(cls, values, "the sizes of a model")

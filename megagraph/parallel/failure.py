@@ -4,6 +4,9 @@ Each rank writes what it is doing into the store that torchrun hosts. The first 
 a peer or timed out, or the launcher's SIGTERM raises a flag there. Every rank that still runs answers it, whatever its
 main thread waits for; who does not answer is dead or stopped, who answers but meets no error of its own hangs. The
 cause is written once, so all ranks print the same one. The launcher ends what cannot end itself.
+
+Once a rank has something to save (``defer``), a signal is no end but a wish to leave, which the store passes on to all.
+A rank that does not confirm it is dead, the reason for the launcher's signal, and the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -16,23 +19,53 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 1.0  # a rank whose peer timed out will time out itself, unless it is the one that hangs
 ANSWER_SECONDS = 2.5  # longer than the two above: who has not answered by then cannot
-FAILED, CAUSE = "failed", "cause"  # keys of the store, beside phase/RANK and answer/RANK
+ORPHAN_SECONDS = 120.0  # for the last step and a checkpoint, after the launcher has gone
+FAILED, CAUSE, LEAVE = "failed", "cause", "leave"  # keys of the store, beside phase/RANK, answer/RANK and leave/RANK
 RAISED = "raised"
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has one
 
 _watch: Watch | None = None
+_phase = "the beginning"
+
+
+class Asked(Protocol):
+    """Who hears of the wish to leave."""
+
+    def ask(self, reason: str) -> None: ...
+
+
+def watched() -> bool:
+    """Whether this rank is one of several that watch over each other."""
+    return _watch is not None
+
+
+def defer(stop: Asked | None) -> None:
+    """From now on tell ``stop`` of signals, in place of an end; ``None``: end again. Nothing to do for one process."""
+    if _watch is not None:
+        _watch.stop = stop
 
 
 def phase(name: str, *, step: int | None = None) -> None:
-    """Say what this rank does from now on; the step stays the last one named. Nothing to do for one process."""
+    """Say what this rank does from now on; the step stays the last one named."""
+    global _phase
+    _phase = name if step is None else f"{name} (step {step})"
     if _watch is not None:
         _watch.enter(name, step)
+
+
+def current_phase() -> str:
+    """What this rank does."""
+    return _phase
 
 
 def note(error: BaseException) -> None:
@@ -45,6 +78,14 @@ def is_of_a_peer(error: BaseException) -> bool:
     """Whether the error says no more than that a collective failed; the cause is then on another rank."""
     chain = _chain(error)
     return any(isinstance(link, dist.DistError) or "gloo/" in str(link) for link in chain)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or here."""
+    chain = _chain(error)
+    return any(
+        isinstance(link, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(link) for link in chain
+    )
 
 
 class Watch:
@@ -61,12 +102,16 @@ class Watch:
         self._raised, self._closed = threading.Event(), False
         self._main = threading.current_thread()
         self._phase = "the beginning"
+        self.stop: Asked | None = None
+        self._launcher = os.getppid()
+        self._orphaned: float | None = None  # since when the launcher is gone
+        self._leaving: float | None = None  # since when all ranks are asked to leave
         # the C part of Python's signal handling writes here at once, even while the main thread waits inside torch
         self._signals, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._handles_signals = self._main is threading.main_thread()
         if self._handles_signals:
-            self._old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
+            self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
             self._old_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="megagraph-watch", daemon=True)
         self._thread.start()
@@ -77,7 +122,8 @@ class Watch:
         self._entered += 1
         self._step = self._step if step is None else step
         self._phase = name if self._step is None else f"{name} (step {self._step})"
-        self.store.set(f"phase/{self.rank}", f"{self._entered} {self._phase}")
+        with suppress(RuntimeError):  # no store, no launcher: the thread has noticed, too
+            self.store.set(f"phase/{self.rank}", f"{self._entered} {self._phase}")
 
     def note(self, error: BaseException) -> None:
         self.store.compare_set(CAUSE, "", self._describe(error))
@@ -96,7 +142,8 @@ class Watch:
         _watch, self._closed = None, True
         if self._handles_signals:
             signal.set_wakeup_fd(self._old_fd)
-            signal.signal(signal.SIGTERM, self._old_handler)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)
         self._wake.send(b"\0")
         self._thread.join()
 
@@ -104,7 +151,9 @@ class Watch:
         told = False
         while not told and not self._closed:
             readable, _, _ = select.select([self._signals], [], [], POLL_SECONDS)
-            told = (bool(readable) and signal.SIGTERM in self._signals.recv(4096)) or self._others_failed()
+            heard = self._signals.recv(4096) if readable else b""
+            told = any(self._hear(number) for number in SIGNALS if number in heard)
+            told = told or self._lost_launcher() or self._others_failed() or self._lost_peers()
         if self._closed or self._raised.wait(GRACE_SECONDS) or self._closed:
             return  # the main thread has an error of its own to report, or is done
         frame = sys._current_frames()[self._main.ident or 0]
@@ -114,11 +163,48 @@ class Watch:
             child.kill()
         os._exit(1)  # the main thread may wait for ever
 
+    def _hear(self, number: int) -> bool:
+        """Take a signal; whether it is the end."""
+        if self.stop is None:
+            return True
+        self.stop.ask(signal.Signals(number).name)
+        with suppress(RuntimeError):
+            self.store.set(LEAVE, signal.Signals(number).name)
+        return False
+
+    def _lost_launcher(self) -> bool:
+        """Notice a launcher that is gone; whether it is the end."""
+        if self._orphaned is None and os.getppid() == self._launcher:
+            return False
+        if self.stop is None:
+            return True
+        self._orphaned = self._orphaned or time.monotonic()
+        self.stop.ask("the end of the launcher")
+        return time.monotonic() - self._orphaned > ORPHAN_SECONDS
+
     def _others_failed(self) -> bool:
+        if self._orphaned is not None:
+            return False
         try:
             return self.store.check([FAILED])
         except RuntimeError:  # no store, no launcher
-            return True
+            self._orphaned = time.monotonic()
+            return self._lost_launcher()
+
+    def _lost_peers(self) -> bool:
+        """Pass on the wish to leave, and see whether all ranks have heard of it; whether one cannot."""
+        if self._orphaned is not None or self.stop is None:
+            return False
+        try:
+            if self._leaving is None and self.store.check([LEAVE]):
+                self._leaving = time.monotonic()
+                self.stop.ask(self.store.get(LEAVE).decode())
+                self.store.set(f"{LEAVE}/{self.rank}", "1")
+            if self._leaving is None or time.monotonic() - self._leaving < ANSWER_SECONDS:
+                return False
+            return not self.store.check([f"{LEAVE}/{rank}" for rank in range(self.world_size)])
+        except RuntimeError:
+            return False  # the next look at the store tells
 
     def _agree(self, answer: str, error: BaseException | None) -> str:
         """Answer, hear the others' answers, and agree on the first cause."""
@@ -163,6 +249,16 @@ class Watch:
 
     def _print(self, cause: str) -> None:
         print(f"megagraph: rank {self.rank} leaves, first cause: {cause}", file=sys.stderr, flush=True)
+
+
+def _in_child() -> None:
+    """A child shares the socket that signals are written to."""
+    if _watch is not None and threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -58,11 +58,15 @@ def process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
     watch = failure.Watch(dist.PrefixStore(f"{prefix}/watch", own_connection), rank, size)
     default_timeout, distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_timeout, timeout
     store.set_timeout(timeout)
+    leaving: SystemExit | None = None  # of all ranks, in order
     try:
         failure.phase("start")
         group_store = dist.PrefixStore(prefix, store)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
-        yield
+        try:
+            yield
+        except SystemExit as error:
+            leaving = error
         failure.phase("teardown")
         dist.barrier()  # gloo's teardown can wait for itself while a peer still talks
     except BaseException as error:
@@ -74,6 +78,8 @@ def process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
     faulthandler.dump_traceback_later(timeout_seconds, exit=True)  # nobody waits for this rank any more
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+    if leaving is not None:
+        raise leaving
 
 
 def choose_backend() -> str:

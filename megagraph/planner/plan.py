@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, get_args
+
+from megagraph import files
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -141,7 +142,8 @@ class Plan:
         if self.world_size != world_size:
             raise ValueError(
                 f"pp * cp * dp must equal the number of processes: {self.pp} * {self.cp} * {self.dp} = "
-                f"{self.world_size}, got {world_size}; start them with torchrun --nproc-per-node {self.world_size}"
+                f"{self.world_size}, got {world_size}; start them with torchrun --nproc-per-node {self.world_size}, "
+                f"or pass --plan auto, or a plan of {world_size}"
             )
         self.stages(num_layers)
         parts = self.dp * self.num_microbatches
@@ -153,22 +155,14 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2))
+        files.write_json(Path(path), asdict(self))
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
         """Read a plan.
 
         Raises:
-            ValueError: the file is not whole, or does not hold the fields of a plan.
+            FileNotFoundError, ValueError: the file is not there, not as it was written, or no plan; one that was
+                written by hand needs no checksum.
         """
-        try:
-            values = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not a whole JSON file ({error}); search or train again") from error
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or not set(values) <= names:
-            raise ValueError(f"{path} must hold a plan with the fields {sorted(names)}, got {values}")
-        if "layers" in values:
-            values["layers"] = tuple(values["layers"])
-        return cls(**values)
+        return files.typed(cls, files.read_json(Path(path), "a plan", by_hand=True), "a plan")
