@@ -216,7 +216,7 @@ class Run:
 
     def write_config(self, config: TrainConfig) -> None:
         """Note the configuration, and its plan."""
-        config = replace(config, resume=None, resume_step=None)
+        config = replace(config, resume=None, resume_step=None, time_limit=None)  # of one start only
         self._write("config.json", asdict(config))
         if self.writes:
             config.parallel_plan().save(self.folder / "plan.json")
@@ -304,12 +304,12 @@ class Run:
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         if self.writes:
-            files.write_json(self.folder / name, {"run": self.id} | values)
+            files.write_json(self.folder / name, {"run_id": self.id} | values)
 
     def _read(self, name: str, what: str) -> dict[str, Any]:
         path = self.folder / name
         values = files.read_json(path, what)
-        if values.pop("run", None) != self.id:
+        if values.pop("run_id", None) != self.id:
             raise ValueError(f"expected {what}, got {path}, which is that of another run")
         return values
 

@@ -190,6 +190,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         model = make_model(config, model_config, None if mesh is None else mesh["cp"])
         if config.weights is not None and state == "new":
+            model.to(config.parameter_dtype)
             on_every_rank(partial(_start_from, model, config.weights))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parameters += builder.num_rows * config.dim if learned else 0
@@ -609,8 +610,12 @@ class _Epochs:
         named = [name for part in all_gather(own) for name in part]
         rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
         of_features = "; its features are not finite" if any(rows) else ""
+        if math.isfinite(first.loss):
+            what, value = "norm of the gradient", first.gradient_norm
+        else:
+            what, value = "loss", first.loss
         raise FloatingPointError(
-            f"the loss of step {self.step - len(self.bad_steps) + 1} is {first.loss}; lower --learning-rate (now "
+            f"the {what} of step {self.step - len(self.bad_steps) + 1} is {value}; lower --learning-rate (now "
             f"{learning_rate:.2e}), or look for extreme values in the features. {len(self.bad_steps)} steps in a row "
             f"were skipped, the last one batch {self.batch - 1} of epoch {self.epoch}, loss {last.loss}{of_features}; "
             f"not finite is the gradient of {', '.join(named[:3]) or 'nothing'}{' and more' if len(named) > 3 else ''}"

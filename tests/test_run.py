@@ -1,0 +1,421 @@
+"""Run folders: nothing of others is touched, one process writes, the command that starts a run goes on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.config import AUTO
+from megagraph.run import Run
+from tests.checkpoint_cases import config, graph, outcome, stop_at
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+FOREIGN = {
+    "another project's": ["config.json", "model.safetensors", "checkpoints/some-llm/weights.bin"],
+    "metrics only": ["metrics.jsonl"],
+    "deep": ["a/b/c.txt"],
+    "a marker that is none": ["run.json"],
+}
+
+
+@pytest.mark.parametrize("resume", [None, AUTO], ids=["new", "auto"])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_files_of_others_are_refused_and_stay(tmp_path, case, resume):
+    out = tmp_path / "out"
+    for name in FOREIGN[case]:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text('{"precious": 1}')
+    before = contents(out)
+    with pytest.raises((FileExistsError, ValueError), match=r"none of ours: |marker of a run of ours"):
+        mg.Trainer(config(out, epochs=1, resume=resume)).fit(graph())
+    assert contents(out) == before
+
+
+def test_files_beside_those_of_a_run_stay(tmp_path):
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    with stop_at(3):
+        mg.Trainer(config(out)).fit(graph())
+    theirs = [out / "notes.txt", out / "checkpoints/step-000002/mine.txt", out / "checkpoints/step-000099/mine.txt"]
+    outside.mkdir()
+    (outside / "metrics.jsonl").write_text("precious")
+    (out / "checkpoints/step-000077").symlink_to(outside)
+    for path in theirs:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("precious")
+    mg.Trainer.resume(out).fit(graph())
+    assert all(path.read_text() == "precious" for path in theirs)
+    assert (outside / "metrics.jsonl").read_text() == "precious"
+    with pytest.raises(FileExistsError, match=r"holds a run already; pass another --out, .* by --resume auto"):
+        mg.Trainer(config(out)).fit(graph())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "model.safetensors", "lock"])
+def test_nothing_is_written_through_links(tmp_path, name):
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    with stop_at(3):
+        mg.Trainer(config(out)).fit(graph())
+    if (out / name).exists():
+        shutil.move(out / name, outside)
+    else:
+        outside.write_text("precious")
+    (out / name).symlink_to(outside)
+    before = contents(outside) if outside.is_dir() else outside.read_bytes()
+    with pytest.raises(FileExistsError, match=f"{name} is a link, and nothing is written through links"):
+        mg.Trainer.resume(out).fit(graph())
+    assert before == (contents(outside) if outside.is_dir() else outside.read_bytes())
+
+
+def test_partial_files_of_others_are_not_written_through(tmp_path):
+    out = tmp_path / "out"
+    with stop_at(3):
+        mg.Trainer(config(out)).fit(graph())
+    (tmp_path / "theirs").write_text("precious")
+    for name in ("metrics.jsonl.partial", "config.json.partial", "model.safetensors.partial"):
+        (out / name).symlink_to(tmp_path / "theirs")
+    mg.Trainer.resume(out).fit(graph())
+    assert (tmp_path / "theirs").read_text() == "precious"
+
+
+def test_a_folder_in_which_nothing_was_trained_is_taken_again(tmp_path):
+    with pytest.raises(ValueError, match="split must be 'random'"):
+        mg.Trainer(config(tmp_path / "new", split="public")).fit(graph())
+    assert not (tmp_path / "new").exists()
+    run, _ = Run.enter(config(tmp_path / "killed"))
+    run.write_config(config(tmp_path / "killed"))
+    run._lock.release()
+    assert mg.Trainer(config(tmp_path / "killed", max_steps=1)).fit(graph()).steps == 1
+
+
+def auto(out, **changes):
+    return mg.Trainer(config(out, resume=AUTO, **changes))
+
+
+def test_one_command_begins_goes_on_and_says_that_it_has_finished(tmp_path, capsys):
+    expected_summary = mg.Trainer(config(tmp_path / "whole")).fit(graph())
+    out = tmp_path / "out"
+    for stop in (3, 8):
+        with stop_at(stop):
+            auto(out).fit(graph())
+    summary = auto(out).fit(graph())
+    assert outcome(out)["lines"] == outcome(tmp_path / "whole")["lines"]
+    assert summary.test_accuracy == expected_summary.test_accuracy
+    before = contents(out)
+    assert auto(out).fit(graph()) == summary == mg.Trainer.resume(out).fit(graph())
+    assert contents(out) == before
+    with pytest.raises(ValueError, match="seed of a resumed run must stay 0, got 1"):
+        auto(out, seed=1).fit(graph())
+    with pytest.raises(ValueError, match="--resume auto needs --out"):
+        mg.TrainConfig(resume=AUTO)
+
+
+def test_auto_begins_anew_where_no_checkpoint_is_good(tmp_path, capsys):
+    mg.Trainer(config(tmp_path / "whole")).fit(graph())
+    out = tmp_path / "out"
+    with stop_at(5):
+        auto(out).fit(graph())
+    for tensors in out.glob("checkpoints/*/*.distcp"):
+        tensors.write_bytes(tensors.read_bytes()[:-1])
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint to go on from"):
+        mg.Trainer.resume(out).fit(graph())
+    auto(out).fit(graph())
+    assert "beginning anew: " in capsys.readouterr().err
+    assert outcome(out)["lines"] == outcome(tmp_path / "whole")["lines"]
+
+
+def test_a_run_may_go_on_longer_from_a_chosen_step_and_with_a_lower_rate(tmp_path):
+    out = tmp_path / "out"
+    mg.Trainer(config(out, epochs=1, keep=9)).fit(graph())
+    assert {path.name for path in (out / "checkpoints").iterdir()} >= {f"step-{step:06d}" for step in (0, 2, 4, 6)}
+    assert mg.Trainer.resume(out, epochs=2).fit(graph()).steps == 12
+    (changed,) = (line for line in Run.open(out).metrics() if "changes" in line)
+    assert changed == {"changes": {"epochs": [1, 2]}, "from_step": 6}
+    with pytest.raises(ValueError, match=r"learning_rate of a resumed run must stay 0.01, got 0.1.*may become less"):
+        mg.Trainer.resume(out, learning_rate=0.1, epochs=3).fit(graph())
+    summary = mg.Trainer.resume(out, epochs=3, learning_rate=0.001, resume_step=4).fit(graph())
+    assert summary.steps == 18
+    steps = [line["step"] for line in Run.open(out).metrics() if "step" in line]
+    assert steps == list(range(18))
+    rates = [line["learning_rate"] for line in Run.open(out).metrics() if "step" in line]
+    assert max(rates[4:]) < min(rates[1:4])
+    with pytest.raises(FileNotFoundError, match=r"step-000999 cannot be used: there is none"):
+        mg.Trainer.resume(out, epochs=4, resume_step=999).fit(graph())
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_so_many_checkpoints_are_kept(tmp_path, keep):
+    mg.Trainer(config(tmp_path / "out", epochs=1, checkpoint_every=1, keep=keep)).fit(graph())
+    found = sorted(path.name for path in (tmp_path / "out/checkpoints").glob("step-*"))
+    assert found == [f"step-{step:06d}" for step in range(7 - keep, 7)]
+
+
+def test_weights_of_another_run_are_a_start(tmp_path):
+    mg.Trainer(config(tmp_path / "first")).fit(graph())
+    weights = tmp_path / "first/model.safetensors"
+    still = dict(learning_rate=0.0, max_steps=1, dropout=0.0)
+    mg.Trainer(config(tmp_path / "second", weights=weights, **still)).fit(graph())
+    got, want = (Run.open(tmp_path / name).weights() for name in ("second", "first"))
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    with pytest.raises(ValueError, match=r"expected the weights of this model in .*, but .* has shape"):
+        mg.Trainer(config(tmp_path / "third", weights=weights, dim=32)).fit(graph())
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 64
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"expected weights as they were written, got .*changed since or is damaged"):
+        mg.Trainer(config(tmp_path / "third", weights=weights)).fit(graph())
+
+
+@pytest.fixture(scope="module")
+def finished_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        mg.Trainer(config(folder / str(seed), seed=seed, epochs=1)).fit(graph())
+    return folder
+
+
+DAMAGES = {
+    "a bit of the weights": lambda run, other: flip(run / "model.safetensors", -2),
+    "weights cut": lambda run, other: (run / "model.safetensors").write_bytes(b"1234"),
+    "weights of another run": lambda run, other: shutil.copy(other / "model.safetensors", run),
+    "a digit of the rate": lambda run, other: (run / "config.json").write_text(
+        (run / "config.json").read_text().replace("0.01", "0.21")
+    ),
+    "configuration of another run": lambda run, other: shutil.copy(other / "config.json", run),
+    "sizes of another run": lambda run, other: shutil.copy(other / "model.json", run),
+    "marker of another run": lambda run, other: shutil.copy(other / "run.json", run),
+    "no object": lambda run, other: (run / "model.json").write_text("[]"),
+    "nothing": lambda run, other: (run / "config.json").write_text(""),
+}
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 64
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_what_is_not_as_it_was_written_is_not_used(tmp_path, finished_runs, case):
+    run = tmp_path / "run"
+    shutil.copytree(finished_runs / "0", run)
+    DAMAGES[case](run, finished_runs / "1")
+    with pytest.raises(
+        ValueError, match=r"as it was written|as they were written|of another run|this run|object|whole"
+    ):
+        mg.predict(run, graph())
+    if "weights" not in case:
+        with pytest.raises(ValueError):
+            mg.Trainer.resume(run, epochs=2).fit(graph())
+
+
+def test_checkpoints_of_another_run_and_other_data_are_refused(tmp_path, finished_runs):
+    run = tmp_path / "run"
+    shutil.copytree(finished_runs / "0", run)
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(finished_runs / "1" / "checkpoints", run / "checkpoints")
+    with pytest.raises(FileNotFoundError, match="step-000006 cannot be used: it is one of another run"):
+        mg.Trainer.resume(run, epochs=2).fit(graph())
+    shutil.copytree(finished_runs / "0", tmp_path / "data")
+    changed = replace(graph(), features=graph().features + 1)
+    with pytest.raises(ValueError, match="a resumed run needs the data it was started on: their fingerprint was"):
+        mg.Trainer.resume(tmp_path / "data", epochs=2).fit(changed)
+
+
+class Planted:
+    """Whoever unpickles it runs it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "executed")
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path):
+    import pickle
+
+    import xxhash
+
+    run, planted = tmp_path / "run", tmp_path / "executed"
+    with stop_at(3):
+        mg.Trainer(config(run)).fit(graph())
+    step = run / "checkpoints" / (run / "checkpoints/latest").read_text()
+    manifest = json.loads((step / "manifest.json").read_text())
+    for name in (".metadata", "metadata.json", "__0_0.distcp"):
+        (step / name).write_bytes(pickle.dumps(Planted(planted)))
+        manifest["files"][name] = xxhash.xxh3_128_hexdigest((step / name).read_bytes())
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    (step / "committed").write_text(xxhash.xxh3_128_hexdigest((step / "manifest.json").read_bytes()))
+    assert pickle.loads((step / ".metadata").read_bytes()) and planted.exists()  # the plant would work
+    planted.unlink()
+    with pytest.raises(ValueError, match="step-000002 does not fit this model"):
+        mg.Trainer.resume(run).fit(graph())
+    assert not planted.exists()
+
+
+def test_predictions_never_replace_a_file_of_the_run(tmp_path, finished_runs, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished_runs / "0", run)
+    before = contents(run)
+    (tmp_path / "link.npy").symlink_to(tmp_path / "elsewhere")
+    for out in ("run/model.safetensors", "run/../run/config.json", "run/checkpoints/latest", "link.npy"):
+        with pytest.raises(FileExistsError, match="pass another --out"):
+            mg.predict(run, graph(), tmp_path / out)
+    assert contents(run) == before
+    mg.predict(run, graph(), run / "probabilities.npy")
+
+
+def test_predict_says_what_it_reads_because_the_run_says_so(tmp_path, capsys):
+    mg.Trainer(mg.TrainConfig(out=tmp_path / "run", layers=1, max_steps=1, samples=1, device="cpu")).fit()
+    capsys.readouterr()
+    mg.predict(tmp_path / "run")
+    assert f"reading synthetic, as {tmp_path / 'run' / 'config.json'} says" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match=r"nosuch\.npz"):
+        mg.predict(tmp_path / "run", dataset="nosuch.npz")
+
+
+def with_nan(monkeypatch, steps, where="loss"):
+    """The loss, or a weight after the step, is not finite in these steps."""
+    from megagraph import train
+
+    real, count = train.train_step, iter(range(10**6))
+
+    def train_step(pipeline, optimizers, *arguments, **options):
+        bad = next(count) in steps
+        weight = next(iter(pipeline.named_parameters().values()))
+        if bad and where == "loss":
+            hook = weight.register_hook(lambda gradient: gradient * float("nan"))
+        done = real(pipeline, optimizers, *arguments, **options)
+        if bad and where == "loss":
+            hook.remove()
+        elif bad:
+            weight.data[0, 0] = float("nan")
+        return done
+
+    monkeypatch.setattr(train, "train_step", train_step)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, monkeypatch, capsys):
+    with_nan(monkeypatch, {2, 4, 5})
+    summary = mg.Trainer(config(tmp_path / "run")).fit(graph())
+    assert summary.skipped_steps == 3 and summary.steps == 18
+    lines = [line for line in Run.open(tmp_path / "run").metrics() if "step" in line]
+    assert [line["step"] for line in lines if line["loss"] is None] == [2, 4, 5]
+    assert "warning: step 2 was skipped" in capsys.readouterr().err
+    assert all(x.isfinite().all() for x in Run.open(tmp_path / "run").weights().values())
+
+
+def test_too_many_of_them_end_the_run_with_the_layer_and_the_batch(tmp_path, monkeypatch):
+    with_nan(monkeypatch, set(range(7, 99)))
+    message = r"2 steps in a row were skipped, the last one batch 2 of epoch 1, .*the gradient of .*input_proj"
+    with pytest.raises(FloatingPointError, match=message):
+        mg.Trainer(config(tmp_path / "run", bad_steps=2)).fit(graph())
+    monkeypatch.undo()
+    assert mg.Trainer.resume(tmp_path / "run", learning_rate=1e-3).fit(graph()).steps == 18
+
+
+@pytest.mark.parametrize(("step", "saved"), [(14, 12), (17, 16)], ids=["then a save", "then an evaluation"])
+def test_weights_that_are_not_finite_are_never_kept(tmp_path, monkeypatch, step, saved):
+    every = 1 if step == 14 else 16
+    with_nan(monkeypatch, {step}, "weight")
+    with pytest.raises(FloatingPointError, match=r"is not finite, and a checkpoint of it|the weights are not"):
+        mg.Trainer(config(tmp_path / "run", checkpoint_every=every, bad_steps=99)).fit(graph())
+    monkeypatch.undo()
+    assert all(x.isfinite().all() for x in Run.open(tmp_path / "run").weights().values())
+    assert mg.Trainer.resume(tmp_path / "run").fit(graph()).steps == 18
+
+
+def test_running_out_of_memory_says_what_to_turn(tmp_path, monkeypatch):
+    from megagraph import train
+
+    def train_step(*_, **__):
+        torch.empty(2**62, dtype=torch.uint8)
+
+    monkeypatch.setattr(train, "train_step", train_step)
+    with pytest.raises(MemoryError, match=r"out of memory on rank 0 in forward and backward \(step 0\).*--checkpoint"):
+        mg.Trainer(config(tmp_path / "run")).fit(graph())
+
+
+def test_a_second_run_in_the_same_folder_waits_and_is_told(tmp_path):
+    run, _ = Run.enter(config(tmp_path / "run"))
+    try:
+        with pytest.raises(TimeoutError, match=rf"is in use by process {os.getpid()} on .*--lock-wait"):
+            mg.Trainer(config(tmp_path / "run", lock_wait=0.5)).fit(graph())
+    finally:
+        run._lock.release()
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    command = [sys.executable, "-m", "megagraph", "train", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=64, device="cpu", epochs=2)
+FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def test_two_starts_at_once_one_runs_and_one_is_told(tmp_path):
+    first, second = (start(*FLAGS, "--seed", seed, "--out", tmp_path / "run") for seed in (0, 1))
+    outputs = [process.communicate(timeout=120) for process in (first, second)]
+    assert sorted((first.returncode, second.returncode)) == [0, 1], outputs
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "step" in line]
+    assert steps == list(range(len(steps)))
+    refused = outputs[0 if first.returncode else 1][1]
+    assert "holds a run already" in refused and "Traceback" not in refused
+    assert not (tmp_path / "run/lock").exists()
+
+
+def wait_for(path: Path, lines: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    mg.Trainer(mg.TrainConfig(**SMALL, out=out)).fit()
+    return outcome(out)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "time limit"])
+def test_a_signal_or_the_time_limit_loses_and_repeats_no_step(tmp_path, undisturbed, name):
+    out = tmp_path / "out"
+    flags = [*FLAGS, "--resume", "auto", "--out", out]
+    if name == "time limit":
+        process = start(*flags, "--time-limit", "1s")  # over before the first step
+    else:
+        process = start(*flags)
+        wait_for(out / "metrics.jsonl", 5, process)
+        process.send_signal(getattr(signal, name))
+    _, error = process.communicate(timeout=120)
+    assert "Traceback" not in error
+    steps = sum('"step"' in line for line in (out / "metrics.jsonl").read_text().splitlines())
+    if name == "SIGINT":
+        assert process.returncode == 130
+        assert error.rstrip().endswith(f"interrupted; go on with megagraph train --resume {out}")
+    else:
+        assert process.returncode == 75, error
+        reason = "the time limit" if name == "time limit" else name
+        assert f"stopped by {reason} after {steps} steps; go on with the same command" in error
+        assert (out / "checkpoints/latest").read_text() == f"step-{steps:06d}"
+        assert steps == 1 or name != "time limit"
+    mg.Trainer.resume(out).fit()
+    assert outcome(out)["lines"] == undisturbed["lines"]
+    assert all(torch.equal(x, undisturbed["weights"][name]) for name, x in outcome(out)["weights"].items())
