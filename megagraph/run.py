@@ -239,14 +239,14 @@ class Run:
                 file.write(json.dumps(values) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl.
+        """The lines of metrics.jsonl; none before the first step.
 
         Raises:
             ValueError: a line of it is no JSON object.
         """
         lines = []
         path = self.folder / "metrics.jsonl"
-        for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, text in enumerate(path.read_bytes().splitlines() if path.exists() else [], start=1):
             try:
                 lines.append(json.loads(text))
                 assert isinstance(lines[-1], dict)
