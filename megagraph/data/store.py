@@ -249,7 +249,8 @@ def _load_header(folder: Path) -> dict[str, Any]:
         _check_version(folder, old.get("version", _VERSION))
         raise
     if header.get("format") != _FORMAT:
-        raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {_short(header.get('format'))} in {path}")
+        got = _short(header.get("format"))
+        raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {got} in {path}; import the graph again")
     _check_version(folder, header.get("version"))
     _check_header(path, header)
     return header

@@ -221,11 +221,11 @@ BAD_INPUT = {
     ),
     "imported edge out of range": (
         importing(adj_indices=put(3, 30)),
-        r"bad\.npz to hold adj_data, .* labels; indices must be < 30",
+        r"bad\.npz: expected adj to be a CSR matrix, got one that is none: indices must be < 30",
     ),
     "imported NaN features": (
         importing(attr_data=put(1, np.nan)),
-        r"expected finite features, got nan in feature 1 of node 0",
+        r"bad\.npz: expected finite features, got nan in feature 1 of node 0",
     ),
     "imported features not matching nodes": (
         importing(adj_shape=lambda _: (31, 31), adj_indptr=lambda x: np.append(x, x[-1]), adj_indices=put(3, 30)),
