@@ -129,7 +129,7 @@ class Graph:
             return object.__reduce_ex__(self, protocol)
         from megagraph.data.store import open_store
 
-        return open_store, (self.store,)
+        return open_store, (self.store, self.identity)
 
     @property
     def adjacency(self) -> sp.csr_array:
