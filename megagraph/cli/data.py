@@ -18,7 +18,7 @@ def import_data(
 
     Args:
         dataset: what --dataset of megagraph train takes.
-        out: folder of the store; one that is there already is replaced once the new one is complete.
+        out: folder of the store; a store that is there already is replaced once the new one is complete.
         root: folder of the named data sets.
         features: how to keep them; "same" is as they come.
     """
@@ -60,7 +60,7 @@ def generate_data(*, nodes: int, edges: int, features: int, classes: int, out: P
         edges: undirected, none twice; exactly so many.
         features: of a node.
         classes: a class is a run of blocks of about 300 nodes.
-        out: folder of the store; one that is there already is replaced once the new one is complete.
+        out: folder of the store; a store that is there already is replaced once the new one is complete.
         seed: the same one gives the same graph.
     """
 

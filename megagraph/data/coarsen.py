@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ Method = Literal["auto", "metis", "propagation"]
 
 _CHUNK_NODES = 1 << 16
 _METIS_EDGES = 1 << 26  # directed ones; METIS takes about 80 bytes each
+_MESSAGE_BYTES, _DONE = 1000, "done"  # of the process that METIS runs in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,32 +98,43 @@ def _metis(
         return np.asarray(parts, np.int32)
 
     # METIS may leave parts empty, above all where there are hardly more nodes than parts
-    return np.unique(_in_a_child(run), return_inverse=True)[1].astype(np.int32)
+    return np.unique(_in_a_child(run, len(indptr) - 1), return_inverse=True)[1].astype(np.int32)
 
 
-def _in_a_child(run_metis: Callable[[], np.ndarray]) -> np.ndarray:
-    """What METIS finds in a copy of this process, whose memory is shared until it writes.
+def _in_a_child(run_metis: Callable[[], np.ndarray], num_nodes: int) -> np.ndarray:
+    """What METIS finds in a copy of this process, whose memory is shared until it writes -> int32 [num_nodes].
 
     Here it would hold the GIL for as long as it takes, and a SIGTERM meanwhile, which it takes for an error of its own,
     would make it deadlock or return parts of no meaning.
+
+    Raises:
+        ChildProcessError: it failed or was killed.
     """
     if "fork" not in multiprocessing.get_all_start_methods():  # Windows
         return run_metis()
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: send.send(run_metis()), daemon=True)
+    # no pipe: another child of this process may hold its other end, and it would not end with the one that METIS is in
+    memory = mmap.mmap(-1, 4 * num_nodes + _MESSAGE_BYTES)
+
+    def run() -> None:
+        try:
+            memory[: 4 * num_nodes] = run_metis().tobytes()
+            message = _DONE
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        encoded = message.encode()[:_MESSAGE_BYTES]
+        memory[4 * num_nodes : 4 * num_nodes + len(encoded)] = encoded
+
+    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
     child.start()
-    send.close()
     try:
-        return receive.recv()
-    except EOFError:
         child.join()
-        raise RuntimeError(
-            f"METIS ended with exit code {child.exitcode}, -9 where memory ran out; method 'propagation' takes less"
-        ) from None
     finally:
-        receive.close()
+        child.kill()  # where an interrupt ended the wait
         child.join()
+    if (message := memory[4 * num_nodes :].rstrip(b"\0").decode(errors="replace")) != _DONE:
+        what = message or f"its process ended with exit code {child.exitcode}, -9 where memory ran out"
+        raise ChildProcessError(f"METIS failed: {what}; method 'propagation' takes less memory")
+    return np.frombuffer(memory, np.int32, num_nodes)
 
 
 def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np.ndarray, sp.csr_array]:

@@ -116,10 +116,11 @@ class StoreWriter:
 def new_store(folder: Path | str) -> Iterator[StoreWriter]:
     """Make a store, or replace one; after an error the previous one is as it was.
 
-    Where ``folder`` is a link, the store is where it points to.
+    Where ``folder`` is a link, the store is where it points to. The new one is checked before it takes its place.
 
     Raises:
         FileExistsError: there is something at ``folder`` that this package did not write.
+        ValueError: what has been written is no graph.
     """
     folder = Path(os.path.realpath(folder))
     _files_to_replace(folder)
@@ -129,6 +130,10 @@ def new_store(folder: Path | str) -> Iterator[StoreWriter]:
     try:
         made.mkdir()
         yield StoreWriter(made)
+        try:
+            open_store(made)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(made), str(folder))) from error
         old = _files_to_replace(folder)  # again: it may have taken hours
         try:
             if folder.exists():
@@ -160,9 +165,9 @@ def _files_to_replace(folder: Path) -> list[str]:
             pass
         except ValueError as error:
             why = f" ({error})"
-        foreign = files.others(folder, ours)
-        inside = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir())
-        foreign += [name for name in inside if not (ours and name == "cache")]
+        empty = (path for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir()))
+        folders = (path.relative_to(folder).as_posix() for path in empty if not (ours and path == folder / "cache"))
+        foreign = sorted({*files.others(folder, ours), *folders})
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise FileExistsError(
@@ -176,7 +181,7 @@ def write_store(graph: Graph, folder: Path | str, features: FeatureForm = "same"
     """Write a graph as a store; ``features`` changes how they are kept.
 
     Raises:
-        ValueError: features too large for fp16.
+        ValueError: features too large for fp16, or numbers that are not as ``Graph`` says.
         FileExistsError, OSError: the folder holds something else, or cannot be written.
     """
     with new_store(folder) as writer:
@@ -249,7 +254,8 @@ def _load_header(folder: Path) -> dict[str, Any]:
         _check_version(folder, old.get("version", _VERSION))
         raise
     if header.get("format") != _FORMAT:
-        raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {_short(header.get('format'))} in {path}")
+        got = _short(header.get("format"))
+        raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {got} in {path}; import the graph again")
     _check_version(folder, header.get("version"))
     _check_header(path, header)
     return header
@@ -299,14 +305,23 @@ def _short(value: Any) -> str:
     return shown if len(shown := repr(value)) <= 100 else f"{shown[:100]}..."
 
 
-def open_store(folder: Path | str) -> Graph:
+def open_store(folder: Path | str, fingerprint: str | None = None) -> Graph:
     """Map a store into memory once all of it has been checked; if no file has changed since, that takes no reading.
+
+    Args:
+        fingerprint: of the graph that has to be there.
 
     Raises:
         FileNotFoundError, ValueError: no store, or one with anything in it that is not as it was written.
         OSError: a file cannot be read.
     """
-    return _open(Path(folder).absolute())
+    graph = _open(Path(folder).absolute())
+    if fingerprint not in (None, graph.fingerprint()):
+        raise ValueError(
+            f"expected the graph {fingerprint} in {folder}, got {graph.fingerprint()}: another one has been imported "
+            "there since; start again"
+        )
+    return graph
 
 
 def _open(folder: Path, *, anew: bool = False) -> Graph:

@@ -1,5 +1,8 @@
+import faulthandler
+import multiprocessing
 import os
 import signal
+import time
 from unittest.mock import patch
 
 import numpy as np
@@ -46,13 +49,64 @@ def test_coarse_graph_is_the_formula(graph, num_parts):
     assert coarse.features.dtype == coarse.adjacency.dtype == np.float32
 
 
-def test_metis_that_is_killed_says_so(graph):
+def no_memory(*_, **__):
+    raise MemoryError("no room")
+
+
+METIS_FAILS = {
+    "killed": (lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL), "its process ended with exit code -9, -9 where"),
+    "aborted": (
+        lambda *_, **__: (faulthandler.disable(), os.abort()),
+        "its process ended with exit code -6, -9 where memory ran out",
+    ),
+    "ended": (lambda *_, **__: os._exit(0), "its process ended with exit code 0"),
+    "error": (no_memory, "METIS failed: MemoryError: no room"),
+    "parts of other nodes": (lambda *_, **__: (0, [1, 2]), "METIS failed: .*Error: "),
+}
+
+
+@pytest.mark.parametrize(("part_graph", "message"), METIS_FAILS.values(), ids=METIS_FAILS)
+def test_metis_that_fails_is_one_error(part_graph, message, graph, capfd):
     """It runs in a process of its own."""
     with (
-        patch.object(pymetis, "part_graph", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)),
-        pytest.raises(RuntimeError, match="METIS ended with exit code -9, -9 where memory ran out; method 'propag"),
+        patch.object(pymetis, "part_graph", part_graph),
+        pytest.raises(ChildProcessError, match=f"{message}.*; method 'propagation' takes less memory"),
     ):
         partition(graph, 40)
+    assert capfd.readouterr().err == ""
+
+
+def test_metis_that_is_gone_is_not_waited_for_though_another_process_has_its_files(graph, tmp_path):
+    def part_graph(*_, **__):
+        if (heir := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        (tmp_path / "heir").write_text(str(heir))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    started = time.monotonic()
+    try:
+        with patch.object(pymetis, "part_graph", part_graph), pytest.raises(ChildProcessError, match="exit code -9"):
+            partition(graph, 40)
+    finally:
+        os.kill(int((tmp_path / "heir").read_text()), signal.SIGKILL)
+    assert time.monotonic() - started < 30
+
+
+def test_an_interrupt_ends_metis(graph):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    started = time.monotonic()
+    try:
+        with patch.object(pymetis, "part_graph", lambda *_, **__: time.sleep(60)), pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            partition(graph, 40)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 30 and not multiprocessing.active_children()
 
 
 def test_no_more_parts_than_nodes_is_fine():

@@ -9,7 +9,7 @@ import pytest
 
 from megagraph import files
 from megagraph.data.coarsen import partition
-from megagraph.data.datasets import load_graph, synthetic_graph
+from megagraph.data.datasets import Graph, load_graph, synthetic_graph
 from megagraph.data.generate import generate
 from megagraph.data.store import new_store, open_store, verify_store, write_store
 
@@ -99,17 +99,20 @@ FOREIGN = {
         header_with_our_checksum,
         r"got header\.json .*with the format 'MegaGraph graph store'",
     ),
-    "header that names other files": (header_that_names_other_files, r"got features\.npy, header\.json, .* and 2 more"),
+    "header that names other files": (
+        header_that_names_other_files,
+        r"got cache/index\.json, cache/lock, features\.npy and 4",
+    ),
     "index that names other files": (index_that_names_other_files, r"got cache/index\.json, cache/lock, cache/part"),
     "store with a README": (store_with("README.md"), r"nothing else, got README\.md; name another folder"),
     "store with a file in its cache": (store_with("cache/notes.txt"), r"nothing else, got cache/notes\.txt; name"),
-    "store with a folder": (store_with("figures/one.png"), r"nothing else, got figures/one\.png, figures; name"),
+    "store with a folder": (store_with("figures/one.png"), r"nothing else, got figures/one\.png; name"),
     "store with a linked array": (store_with_link("indices.npy"), r"nothing else, got indices\.npy; name"),
     "store with a linked cache": (store_with_link("cache"), r"nothing else, got cache; name"),
-    "store that is damaged": (store_that_is_damaged, r"got features\.npy, .*header\.json, which has changed"),
+    "store that is damaged": (store_that_is_damaged, r"got cache/.*header\.json, which has changed"),
     "store of version 1": (store_of_version_1, r"of version 2, got 1 in .*; import it again\); name another folder"),
     "a file": (lambda folder, graph: folder.write_text("precious"), "nothing else, got out; name another folder"),
-    "folders": (lambda folder, graph: (folder / "empty" / "deep").mkdir(parents=True), "got empty, empty/deep; name"),
+    "folders": (lambda folder, graph: (folder / "empty" / "deep").mkdir(parents=True), "got empty/deep; name"),
 }
 
 
@@ -128,10 +131,24 @@ def test_what_others_wrote_is_not_touched(make, message, graph, tmp_path):
 def test_a_file_that_comes_meanwhile_is_not_touched(graph, tmp_path):
     store = store_with_cache(tmp_path / "out", graph)
     with pytest.raises(FileExistsError, match=r"got thesis\.txt"), new_store(store) as writer:
-        writer.add("labels", graph.labels)
+        for name in ("indptr", "indices", "labels", "features"):
+            writer.add(name, getattr(graph, name))
+        writer.finish(name="new", in_features=graph.in_features, num_classes=graph.num_classes)
         (store / "thesis.txt").write_text("precious")
         before = everything(store)
     assert everything(store) == before and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_no_graph_replaces_no_store(graph, tmp_path):
+    store = store_with_cache(tmp_path / "out", graph)
+    before = everything(tmp_path)
+    fields = {name: getattr(graph, name).copy() for name in ("indptr", "indices", "labels", "features")}
+    fields["features"][7, 3] = np.nan
+    with pytest.raises(ValueError, match=rf"got nan in feature 3 of node 7 of {store}/features\.npy; clean it"):
+        write_store(Graph(name="mine", num_classes=graph.num_classes, **fields), store)
+    with pytest.raises(FileNotFoundError, match=r"without header\.json"), new_store(store) as writer:
+        writer.add("labels", graph.labels)
+    assert everything(tmp_path) == before
 
 
 def test_a_store_is_replaced_with_its_cache_and_what_a_killed_process_left(graph, tmp_path):
