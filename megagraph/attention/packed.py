@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.operator import check_inputs, make_step
+from megagraph.attention.checks import check_inputs
+from megagraph.attention.operator import make_step
 from megagraph.attention.packing import Packing, Rows
 from megagraph.attention.step import Step
 

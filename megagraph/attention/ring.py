@@ -28,6 +28,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
+from megagraph.attention.checks import check_inputs
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import (
     Impl,
@@ -35,7 +36,6 @@ from megagraph.attention.operator import (
     attention,
     attention_step_,
     attention_step_backward_,
-    check_inputs,
     choose_impl,
     learned_gradient,
     make_step,
