@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megagraph.attention import reference, reuse
-from megagraph.attention.bias import Bias, DenseBias
-from megagraph.attention.checks import check_inputs
+from megagraph.attention.bias import Bias, DenseBias, check_strided
+from megagraph.attention.checks import Operand, check_inputs, check_operands, check_tensors, check_values
 from megagraph.attention.step import Step
 
 Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
@@ -80,7 +80,7 @@ def biased_attention(
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
     """
     bias = as_bias(bias)
-    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
     out, lse = attention(step, q, k, v, bias, choose_impl(impl, q, k, bias))
     return (out, lse) if return_lse else out
@@ -89,6 +89,7 @@ def biased_attention(
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
     """A float tensor of 2 to 4 dimensions is a dense bias."""
     if isinstance(bias, Tensor):
+        check_strided("bias", bias)
         return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
     return bias
 
@@ -118,6 +119,7 @@ def make_step(
 def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, impl: Impl) -> tuple[Tensor, Tensor]:
     """out and lse with all keys on one rank; differentiable."""
     if impl == "reference":
+        check_values(step)
         with torch.autocast(q.device.type, enabled=False):  # every product in the dtype that was chosen for it
             return reference.biased_attention(
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
@@ -155,12 +157,18 @@ def attention_step_(
     """Fold the visiting keys into the state (paper Eq. 3); the last step writes ``out`` and ``lse`` instead.
 
     q [B, H, M, D]; k, v [B, H, n, D]; the next ten arguments are a :class:`Step`, its segments in one list. m, l
-    [B, H, M] and acc [B, H, M, D], contiguous, fp32 or fp64, are read unless ``first`` and written unless ``last``;
-    out [B, H, M, D] and lse [B, H, M] are written if ``last``.
+    [B, H, M] and acc [B, H, M, D], contiguous, fp32 (fp64 for fp64 q), are read unless ``first`` and written unless
+    ``last``; out [B, H, M, D] in q's dtype and lse [B, H, M], as m, are written if ``last``.
     """
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
+    acc_ = Operand("acc", acc, q.shape, state_dtype(q), contiguous=True)
+    carried = [] if first and last else [_of_rows("m", m, q), _of_rows("l", l, q), acc_]
+    result = [Operand("out", out, q.shape, q.dtype), _of_rows("lse", lse, q)] if last else []
+    check_operands(step, q, k, v, *carried, *result)
+    if first:
+        check_values(step)
     _run_step(step, impl, q, k, v, first=first, last=last, m=m, l=l, acc=acc, out=out, lse=lse)
 
 
@@ -190,14 +198,27 @@ def attention_step_backward_(
 ) -> None:
     """Add one visiting block's gradients into dq, dk, dv and d_learned (``None``: not wanted).
 
-    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse; dq, dk and dv are fp32 or
-    fp64, shaped as q, k and v; d_learned is as :func:`learned_gradient` makes it.
+    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse, both contiguous; dq, dk
+    and dv are fp32 or fp64, shaped as q, k and v; d_learned is as :func:`learned_gradient` makes it.
     """
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
+    rows = [Operand("d_out", d_out, q.shape, q.dtype), _of_rows("lse", lse, q), _of_rows("delta", delta, q)]
+    grads = [Operand(f"d{name}", d, x.shape) for name, d, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))]
+    if d_learned is not None and learned is not None:
+        shape = learned.shape
+        if form == "bucket" and d_learned.ndim == learned.ndim:  # ``prepare`` pads a table
+            shape = torch.Size((*shape[:-1], min(shape[-1], d_learned.shape[-1])))
+        grads.append(Operand("d_learned", d_learned, shape))
+    check_operands(step, q, k, v, *rows, *grads)
     sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
     _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums, accumulate=True)
+
+
+def _of_rows(name: str, x: Tensor | None, q: Tensor) -> Operand:
+    """A number for each row of q."""
+    return Operand(name, x, q.shape[:3], state_dtype(q), contiguous=True)
 
 
 @attention_step_.register_fake
@@ -260,11 +281,13 @@ def _attention(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
+    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
+    check_operands(step, q, k, v, whole=True)
+    check_values(step)
     out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
     if _is_short(impl, step, q, k):
         from megagraph.attention import short
 
@@ -278,7 +301,7 @@ def _whole_step(
     k: Tensor, form: str, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids
 ) -> Step:
     """The only step where all keys are on one rank."""
-    segments = [0, 0, k.shape[2]]
+    segments = [0, 0, k.shape[2] if k.ndim == 4 else 0]  # ``check_operands`` refuses what has other axes
     return Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
@@ -312,6 +335,9 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
     step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
+    check_tensors(q.device, Operand("q", q, d_out.shape, d_out.dtype))  # the others are to fit q
+    rows = Operand("out", out, q.shape, q.dtype), Operand("d_out", d_out, q.shape), _of_rows("lse", lse, q)
+    check_operands(step, q, k, v, *rows, Operand("d_lse", d_lse, q.shape[:3], lse.dtype), whole=True)
     is_short = _is_short(impl, step, q, k)
     # these write each gradient once, in its own dtype; blocked adds tile by tile
     kernels = impl.startswith("triton") and q.numel() > 0 and k.shape[2] > 0
