@@ -17,7 +17,19 @@ MAX_BUCKETS = 255
 MAX_CHANNELS = 16
 
 
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a tensor whose numbers do not stand at strides."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} must be a dense tensor, got a nested one; pad it (torch.nested.to_padded_tensor) and pass "
+            "key_padding_mask"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of {tensor.layout}; pass its to_dense()")
+
+
 def _check_plane(name: str, tensor: Tensor, ndim: int, axes: str) -> None:
+    check_strided(name, tensor)
     if tensor.ndim != ndim:
         raise ValueError(f"{name} must have shape {axes}, got {tuple(tensor.shape)}")
 
@@ -75,8 +87,9 @@ class BucketBias:
     """b[h, i, j] = table[h, index[i, j]]: Graphormer's spatial encoding (arXiv:2106.05234, Eq. 6).
 
     Args:
-        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". One beyond the table is an
-            error on the CPU and NaN on a GPU, which would have to wait for a check.
+        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". One beyond the table makes
+            its row NaN. On a CPU it is an error instead, but for a change that PyTorch does not count (``index.data``,
+            NumPy) after the index was first seen; a GPU would have to wait for a check.
         table: learned, floating point [H, R], R <= 255.
     """
 
@@ -157,6 +170,7 @@ class ProjectedBias:
                 f"(1 to {MAX_CHANNELS}), got {tuple(self.weight.shape)}"
             )
         if self.mask is not None:
+            check_strided("ProjectedBias mask", self.mask)
             if self.mask.dtype != torch.bool:
                 raise ValueError(f"ProjectedBias mask must be torch.bool (True = masked), got {self.mask.dtype}")
             if self.mask.ndim != 3 or self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (rows, columns):
@@ -194,7 +208,8 @@ Bias = DenseBias | BucketBias | ProjectedBias
 
 
 def masked_table(table: Tensor) -> Tensor:
-    """A table [H, R] with -inf in the columns up to 255, so that a masked pair is one more look-up."""
-    masked = table.new_full((table.shape[0], MASKED_BUCKET + 1), -torch.inf)
+    """A table [H, R] with a column for every index: NaN beyond R, -inf at 255, so that a masked pair is a look-up."""
+    masked = table.new_full((table.shape[0], MASKED_BUCKET + 1), torch.nan)
     masked[:, : table.shape[1]] = table
+    masked[:, MASKED_BUCKET] = -torch.inf
     return masked

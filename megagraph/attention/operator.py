@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from megagraph.attention import reference, reuse
-from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias
-from megagraph.attention.layout import NodeLayout
+from megagraph.attention.bias import Bias, DenseBias, check_strided
+from megagraph.attention.checks import Operand, check_inputs, check_operands, check_tensors, check_values
 from megagraph.attention.step import Step
 
 Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
-MAX_HEAD_DIM = 256
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, as in megagraph.kernels.tiles
 
 
@@ -83,7 +80,7 @@ def biased_attention(
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
     """
     bias = as_bias(bias)
-    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
     out, lse = attention(step, q, k, v, bias, choose_impl(impl, q, k, bias))
     return (out, lse) if return_lse else out
@@ -92,6 +89,7 @@ def biased_attention(
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
     """A float tensor of 2 to 4 dimensions is a dense bias."""
     if isinstance(bias, Tensor):
+        check_strided("bias", bias)
         return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
     return bias
 
@@ -121,6 +119,7 @@ def make_step(
 def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None, impl: Impl) -> tuple[Tensor, Tensor]:
     """out and lse with all keys on one rank; differentiable."""
     if impl == "reference":
+        check_values(step)
         with torch.autocast(q.device.type, enabled=False):  # every product in the dtype that was chosen for it
             return reference.biased_attention(
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
@@ -158,12 +157,18 @@ def attention_step_(
     """Fold the visiting keys into the state (paper Eq. 3); the last step writes ``out`` and ``lse`` instead.
 
     q [B, H, M, D]; k, v [B, H, n, D]; the next ten arguments are a :class:`Step`, its segments in one list. m, l
-    [B, H, M] and acc [B, H, M, D], contiguous, fp32 or fp64, are read unless ``first`` and written unless ``last``;
-    out [B, H, M, D] and lse [B, H, M] are written if ``last``.
+    [B, H, M] and acc [B, H, M, D], contiguous, fp32 (fp64 for fp64 q), are read unless ``first`` and written unless
+    ``last``; out [B, H, M, D] in q's dtype and lse [B, H, M], as m, are written if ``last``.
     """
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
+    acc_ = Operand("acc", acc, q.shape, state_dtype(q), contiguous=True)
+    carried = [] if first and last else [_of_rows("m", m, q), _of_rows("l", l, q), acc_]
+    result = [Operand("out", out, q.shape, q.dtype), _of_rows("lse", lse, q)] if last else []
+    check_operands(step, q, k, v, *carried, *result)
+    if first:
+        check_values(step)
     _run_step(step, impl, q, k, v, first=first, last=last, m=m, l=l, acc=acc, out=out, lse=lse)
 
 
@@ -193,14 +198,27 @@ def attention_step_backward_(
 ) -> None:
     """Add one visiting block's gradients into dq, dk, dv and d_learned (``None``: not wanted).
 
-    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse; dq, dk and dv are fp32 or
-    fp64, shaped as q, k and v; d_learned is as :func:`learned_gradient` makes it.
+    lse [B, H, M] is that of the whole softmax, delta [B, H, M] = sum(d_out * out) - d_lse, both contiguous; dq, dk
+    and dv are fp32 or fp64, shaped as q, k and v; d_learned is as :func:`learned_gradient` makes it.
     """
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
+    rows = [Operand("d_out", d_out, q.shape, q.dtype), _of_rows("lse", lse, q), _of_rows("delta", delta, q)]
+    grads = [Operand(f"d{name}", d, x.shape) for name, d, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))]
+    if d_learned is not None and learned is not None:
+        shape = learned.shape
+        if form == "bucket" and d_learned.ndim == learned.ndim:  # ``prepare`` pads a table
+            shape = torch.Size((*shape[:-1], min(shape[-1], d_learned.shape[-1])))
+        grads.append(Operand("d_learned", d_learned, shape))
+    check_operands(step, q, k, v, *rows, *grads)
     sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
     _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums, accumulate=True)
+
+
+def _of_rows(name: str, x: Tensor | None, q: Tensor) -> Operand:
+    """A number for each row of q."""
+    return Operand(name, x, q.shape[:3], state_dtype(q), contiguous=True)
 
 
 @attention_step_.register_fake
@@ -263,11 +281,13 @@ def _attention(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
+    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
+    check_operands(step, q, k, v, whole=True)
+    check_values(step)
     out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
     if _is_short(impl, step, q, k):
         from megagraph.attention import short
 
@@ -281,7 +301,7 @@ def _whole_step(
     k: Tensor, form: str, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids
 ) -> Step:
     """The only step where all keys are on one rank."""
-    segments = [0, 0, k.shape[2]]
+    segments = [0, 0, k.shape[2] if k.ndim == 4 else 0]  # ``check_operands`` refuses what has other axes
     return Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
@@ -315,6 +335,9 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
     step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
+    check_tensors(q.device, Operand("q", q, d_out.shape, d_out.dtype))  # the others are to fit q
+    rows = Operand("out", out, q.shape, q.dtype), Operand("d_out", d_out, q.shape), _of_rows("lse", lse, q)
+    check_operands(step, q, k, v, *rows, Operand("d_lse", d_lse, q.shape[:3], lse.dtype), whole=True)
     is_short = _is_short(impl, step, q, k)
     # these write each gradient once, in its own dtype; blocked adds tile by tile
     kernels = impl.startswith("triton") and q.numel() > 0 and k.shape[2] > 0
@@ -462,114 +485,3 @@ def choose_impl(impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, r
     if reasons:
         raise NotImplementedError(f"impl={impl!r} cannot run these inputs:\n  " + "\n  ".join(reasons))
     return impl
-
-
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Bias | None,
-    key_padding_mask: Tensor | None,
-    dropout_p: float,
-    dropout_key: Tensor | None,
-    layout: NodeLayout | None = None,
-) -> None:
-    """Raise ValueError for what does not fit; with a ``layout``, k and v are one rank's rows of the N columns."""
-    if q.ndim != 4:
-        raise ValueError(f"q must have shape [B, H, M, D], got {tuple(q.shape)}")
-    batch, heads, rows, head_dim = q.shape
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"the head dim D must be 1 to {MAX_HEAD_DIM}, got {head_dim}")
-    if not q.is_floating_point():
-        raise ValueError(f"q must be floating point, got {q.dtype}")
-    if layout is not None:
-        keys, columns, axis = layout.num_local, layout.num_columns, "S"
-    else:
-        keys = columns = k.shape[2] if k.ndim == 4 else -1
-        axis = "N"
-    for name, x in (("k", k), ("v", v)):
-        if x.ndim != 4 or x.shape != (batch, heads, keys, head_dim):
-            raise ValueError(
-                f"{name} must have shape [B, H, {axis}, D] = [{batch}, {heads}, {keys if keys >= 0 else axis}, "
-                f"{head_dim}], got {tuple(x.shape)}"
-            )
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-
-    if layout is not None and rows > keys:
-        raise ValueError(f"q must have at most the S = {keys} rows of this rank, got {rows}")
-
-    tensors: dict[str, Tensor | None] = {"k": k, "v": v}
-    if bias is not None:
-        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
-            raise ValueError(
-                f"bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got {type(bias).__name__}"
-            )
-        shape = tuple(bias.shape)
-        heads_allowed = (1, heads) if isinstance(bias, DenseBias) else (heads,)
-        if shape[0] not in (1, batch) or shape[1] not in heads_allowed or shape[2:] != (rows, columns):
-            expected_heads = f"{heads} or 1" if isinstance(bias, DenseBias) else f"{heads}"
-            raise ValueError(
-                f"bias must have shape [B or 1, H or 1, M, N] = [{batch} or 1, {expected_heads}, {rows}, {columns}], "
-                f"got {list(shape)}; pass these query rows and all {columns} columns"
-            )
-        tensors |= {"bias data": bias.data, "the learned part of bias": bias.learned, "bias mask": bias.mask}
-    if key_padding_mask is not None:
-        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, columns):
-            raise ValueError(
-                f"key_padding_mask must be torch.bool [B, N] = [{batch}, {columns}] (True = ignore), "
-                f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
-            )
-        tensors["key_padding_mask"] = key_padding_mask
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_p > 0.0:
-        if dropout_key is None or dropout_key.dtype != torch.int32 or dropout_key.shape != (batch,):
-            got = "None" if dropout_key is None else f"{dropout_key.dtype} {list(dropout_key.shape)}"
-            raise ValueError(
-                f"dropout_p = {dropout_p} needs dropout_key, torch.int32 [B] = [{batch}], got {got}; "
-                "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
-            )
-        tensors["dropout_key"] = dropout_key
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
-    if not q.is_cuda and not torch.compiler.is_compiling():  # reading values would make a GPU wait
-        _check_values(bias)
-
-
-def _check_values(bias: Bias | None) -> None:
-    if isinstance(bias, BucketBias) and bias.index.numel():
-        buckets, highest = bias.table.shape[1], _once(_highest_bucket, bias.index)
-        if highest >= buckets:
-            raise ValueError(
-                f"BucketBias index must be below the table's {buckets} buckets, or {MASKED_BUCKET} for a masked pair; "
-                f"got {highest}"
-            )
-    if isinstance(bias, ProjectedBias) and bias.channels.numel() and not _once(_all_finite, bias.channels):
-        raise ValueError("ProjectedBias channels must be finite, got inf or nan; use mask for pairs to leave out")
-
-
-def _highest_bucket(index: Tensor) -> int:
-    rows = index.flatten(0, 1).split(max((1 << 20) // index.shape[-1], 1))
-    # 255 wraps to 0: every other bucket moves up by one
-    return max(int((some + 1).max()) for some in rows) - 1
-
-
-def _all_finite(channels: Tensor) -> bool:
-    low, high = channels.aminmax()
-    return bool(torch.isfinite(low) and torch.isfinite(high))
-
-
-def _once(of_values: Callable[[Tensor], int], data: Tensor) -> int:
-    """of_values(data), kept until data changes or goes: all layers of a model share the data of their bias."""
-    if data.is_inference():  # has no version
-        return of_values(data)
-    version, value = _values.get(data, (-1, 0))
-    if version != data._version:
-        value = of_values(data)
-        _values[data] = (data._version, value)
-    return value
-
-
-_values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of the data of a bias: (version, value)

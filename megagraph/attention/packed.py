@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.operator import check_inputs, make_step
+from megagraph.attention.checks import Operand, check_inputs, check_step, check_tensors, check_values
+from megagraph.attention.operator import make_step
 from megagraph.attention.packing import Packing, Rows
 from megagraph.attention.step import Step
 
@@ -45,15 +46,15 @@ def packed_attention(
     q_whole, k_whole = (
         q.new_empty(()).expand(batch, num_heads, n, q.shape[-1] // num_heads) for n in (num_queries, length)
     )
-    check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, dropout_p, dropout_key)
+    check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, None, dropout_p, dropout_key)
     step = make_step(q_whole, bias, None, None, dropout_p, dropout_key)
     queries = packing.rows if q.ndim == 2 else Rows.whole(batch, num_queries).packed()
-    rows = (queries, packing.rows)
-    return _PackedAttention.apply(q.flatten(0, -2), k, v, step.learned, step, rows, num_heads).view(q.shape)
+    rows, shape = (queries, packing.rows), (batch, num_heads, num_queries, length)
+    return _PackedAttention.apply(q.flatten(0, -2), k, v, step.learned, step, rows, shape).view(q.shape)
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Packed rows [R, E] of q, k and v."""
+    """Packed rows [R, E] of q, k and v; ``shape``: [B, H, M, N] of the scores, with their padding."""
 
     @staticmethod
     def forward(
@@ -64,15 +65,17 @@ class _PackedAttention(torch.autograd.Function):
         learned: Tensor | None,
         step: Step,
         rows: tuple[Rows, Rows],
-        num_heads: int,
+        shape: tuple[int, int, int, int],
     ):
         from megagraph.attention import short  # Numba takes a second to import
 
+        _check(step, q, k, v, rows, shape, q.shape[-1])
+        check_values(step)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        q_h, k_h, v_h, out_h = _heads(num_heads, q, k, v, out)
+        q_h, k_h, v_h, out_h = _heads(shape[1], q, k, v, out)
         short.attention(step, q_h, k_h, v_h, rows, out=out_h, lse=None)
         ctx.save_for_backward(q, k, v, learned)
-        ctx.step, ctx.rows, ctx.num_heads = replace(step, learned=None), rows, num_heads
+        ctx.step, ctx.rows, ctx.shape = replace(step, learned=None), rows, shape
         return out
 
     @staticmethod
@@ -81,14 +84,23 @@ class _PackedAttention(torch.autograd.Function):
         from megagraph.attention import short
 
         q, k, v, learned = ctx.saved_tensors
+        step = replace(ctx.step, learned=learned)
+        _check(step, q, k, v, ctx.rows, ctx.shape, d_out.shape[-1])
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         d_learned = torch.zeros_like(learned) if ctx.needs_input_grad[3] else None
-        q, k, v, d_out, dq, dk, dv = _heads(ctx.num_heads, q, k, v, d_out, *gradients)
+        q, k, v, d_out, dq, dk, dv = _heads(ctx.shape[1], q, k, v, d_out, *gradients)
         short.attention_backward(
-            replace(ctx.step, learned=learned), q, k, v, ctx.rows, d_out=d_out, d_lse=None, dq=dq, dk=dk,
-            dv=dv, d_learned=d_learned,
-        )  # fmt: skip
+            step, q, k, v, ctx.rows, d_out=d_out, d_lse=None, dq=dq, dk=dk, dv=dv, d_learned=d_learned
+        )
         return *gradients, d_learned, None, None, None
+
+
+def _check(step: Step, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Rows, Rows], shape, width: int) -> None:
+    """``check_operands`` of packed rows."""
+    queries, keys = ((len(x.at), width) for x in rows)
+    tensors = (("q", q, queries), ("k", k, keys), ("v", v, keys))
+    check_tensors(q.device, *(Operand(*x, torch.float32) for x in tensors))
+    check_step(step, q.device, *shape)
 
 
 def _heads(num_heads: int, *tensors: Tensor) -> list[Tensor]:

@@ -28,6 +28,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
+from megagraph.attention.checks import check_inputs
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import (
     Impl,
@@ -35,7 +36,6 @@ from megagraph.attention.operator import (
     attention,
     attention_step_,
     attention_step_backward_,
-    check_inputs,
     choose_impl,
     learned_gradient,
     make_step,
@@ -236,7 +236,7 @@ def ring_attention(
     bias = as_bias(bias)
     check_comm(comm)
     layout.check_mesh(mesh)
-    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
+    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key, layout)
     impl = choose_impl(impl, q, k, bias, ring=layout.world_size > 1)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
     if mesh is None or layout.world_size == 1:
@@ -267,7 +267,7 @@ def loopback_attention(
     [B or 1, H or 1, N, N] -> out [B, H, N, D], lse [B, H, N].
     """
     bias = as_bias(bias)
-    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
     impl = choose_impl(impl, q, k, bias, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]

@@ -34,5 +34,9 @@ class Step:
     @classmethod
     def from_flat(cls, *values) -> Step:
         step = dict(zip((field.name for field in fields(cls)), values, strict=True))
+        if len(step["segments"]) % 3:
+            raise ValueError(
+                f"segments must be (key_start, column_start, length) of each in one list, got {step['segments']}"
+            )
         numbers = iter(step["segments"])
         return cls(**step | {"segments": list(zip(numbers, numbers, numbers, strict=True))})

@@ -7,9 +7,10 @@ it is what remains where torch brings no libgomp.
 from __future__ import annotations
 
 import ctypes
+from _thread import start_new_thread
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -47,18 +48,37 @@ def in_threads(run: Callable[[int, int, int], None], costs: np.ndarray, cost_of_
     chunks = iter([c for c in zip(range(num_chunks), [0, *cuts], [*cuts, len(costs)], strict=True) if c[1] < c[2]])
     errors: list[BaseException] = []
 
-    def work(_: int | None) -> None:
+    def work() -> None:
+        for chunk in chunks:  # each goes to a thread that is free
+            run(*chunk)
+
+    def work_for_others(_: int | None) -> None:
         try:
-            for chunk in chunks:  # each goes to a thread that is free
-                run(*chunk)
+            work()
         except BaseException as error:
             errors.append(error)
 
     gomp = _libgomp()
     if gomp is None:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, [None] * threads))
+        ended: SimpleQueue[None] = SimpleQueue()
+
+        def work_and_end() -> None:
+            work_for_others(None)
+            ended.put(None)
+
+        for _ in range(threads - 1):  # a Thread or a pool that a signal interrupts may wait for ever
+            start_new_thread(work_and_end, ())
+        work()
+        for _ in range(threads - 1):
+            ended.get()
     else:
-        gomp.GOMP_parallel(_WORK(work), None, threads, 0)
+        start, end, body = gomp.GOMP_parallel_start, gomp.GOMP_parallel_end, _WORK(work_for_others)
+        # This thread's share is not done in ``body``: handlers of signals run in the main thread, and libgomp, which
+        # calls it, would lose what they raise. Python looks for signals after a call, so never before start or end.
+        try:
+            start(body, None, threads)
+            work()
+        finally:
+            end()
     if errors:
         raise errors[0]

@@ -388,6 +388,45 @@ BAD_INPUTS = {
         r"key_padding_mask must be torch.bool \[B, N\] = \[2, 5\]",
     ),
     "float padding": (lambda: bad(key_padding_mask=torch.zeros(2, 5)), "got torch.float32"),
+    "sparse q": (
+        lambda: bad(q=torch.zeros(2, 2, 3, 4).to_sparse()),
+        r"q must be a dense tensor, got one of .*to_dense",
+    ),
+    "sparse k": (
+        lambda: bad(k=torch.zeros(2, 2, 5, 4).to_sparse_csr()),
+        r"k must be a dense tensor, got one of torch.sparse_csr; pass its to_dense\(\)",
+    ),
+    "nested v": (
+        lambda: bad(v=torch.nested.nested_tensor([torch.zeros(2, 5, 4)] * 2)),
+        r"v must be a dense tensor, got a nested one; pad it .* and pass key_padding_mask",
+    ),
+    "jagged q": (
+        lambda: bad(q=torch.nested.nested_tensor([torch.zeros(n, 2, 4) for n in (3, 2)], layout=torch.jagged)),
+        "q must be a dense tensor, got a nested one",
+    ),
+    "sparse bias": (lambda: bad(bias=torch.zeros(3, 5).to_sparse()), "bias must be a dense tensor"),
+    "sparse values": (
+        lambda: bad(bias=mg.DenseBias(torch.zeros(1, 1, 3, 5).to_sparse())),
+        "DenseBias values must be a",
+    ),
+    "sparse index": (
+        lambda: bad(bias=mg.BucketBias(INDEX.to_sparse(), torch.zeros(2, 4))),
+        "BucketBias index must be a dense tensor",
+    ),
+    "nested weight": (
+        lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.nested.nested_tensor([torch.zeros(2)] * 2))),
+        "ProjectedBias weight must be a dense tensor, got a nested one",
+    ),
+    "sparse mask": (
+        lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), (INDEX > 0).to_sparse())),
+        "ProjectedBias mask must be a dense tensor",
+    ),
+    "sparse padding": (
+        lambda: bad(key_padding_mask=torch.zeros(2, 5, dtype=torch.bool).to_sparse()),
+        "key_padding_mask must be a dense tensor",
+    ),
+    "scale of nan": (lambda: bad(scale=float("nan")), r"scale must be finite, got nan; None takes D \*\* -0.5"),
+    "infinite scale": (lambda: bad(scale=-math.inf), "scale must be finite, got -inf"),
     "probability": (lambda: bad(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
     "no key": (lambda: bad(dropout_p=0.5), r"needs dropout_key, torch.int32 \[B\] = \[2\], got None"),
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
@@ -399,6 +438,7 @@ BAD_INPUTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")  # of sparse and nested tensors
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_input(case):
     arguments, message = BAD_INPUTS[case]

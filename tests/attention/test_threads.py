@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -44,3 +46,29 @@ def test_an_error_in_a_thread_is_raised():
             threads.in_threads(run, np.ones(40), 1)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="needs a timer that sends signals")
+def test_no_interrupt_is_lost():
+    """Wherever one arrives; the threads hold the GIL, so that the main one often waits for it where it begins."""
+    sent, raised, num_threads = [], 0, torch.get_num_threads()
+
+    def interrupt(*_):
+        sent.append(1)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    torch.set_num_threads(2)
+    try:
+        for i in range(200):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.001 + 0.0137 * i % 0.01)
+            try:
+                while len(sent) == i:
+                    threads.in_threads(lambda *_: sum(range(3000)), np.ones(8), 1)
+            except KeyboardInterrupt:
+                raised += 1
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+        torch.set_num_threads(num_threads)
+    assert raised == len(sent) == 200

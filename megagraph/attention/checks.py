@@ -1,0 +1,239 @@
+"""What the attention operators refuse.
+
+``check_inputs`` sees what a caller passes. Autograd, compiled code and callers of ``torch.ops`` come past it, and a
+tensor may change after it: so the operators, which alone see real memory, have ``check_operands`` look at all that
+compiled loops and kernels are about to address. Nothing below them checks again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias, check_strided
+from megagraph.attention.layout import NodeLayout
+from megagraph.attention.step import Step
+
+MAX_HEAD_DIM = 256
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | None,
+    key_padding_mask: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_key: Tensor | None,
+    layout: NodeLayout | None = None,
+) -> None:
+    """Raise ValueError for what does not fit; with a ``layout``, k and v are one rank's rows of the N columns."""
+    given = {"q": q, "k": k, "v": v, "key_padding_mask": key_padding_mask, "dropout_key": dropout_key}
+    for name, x in given.items():
+        if x is not None:
+            check_strided(name, x)
+    if q.ndim != 4:
+        raise ValueError(f"q must have shape [B, H, M, D], got {tuple(q.shape)}")
+    batch, heads, rows, head_dim = q.shape
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dim D must be 1 to {MAX_HEAD_DIM}, got {head_dim}")
+    if not q.is_floating_point():
+        raise ValueError(f"q must be floating point, got {q.dtype}")
+    if layout is not None:
+        keys, columns, axis = layout.num_local, layout.num_columns, "S"
+    else:
+        keys = columns = k.shape[2] if k.ndim == 4 else -1
+        axis = "N"
+    for name, x in (("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape != (batch, heads, keys, head_dim):
+            raise ValueError(
+                f"{name} must have shape [B, H, {axis}, D] = [{batch}, {heads}, {keys if keys >= 0 else axis}, "
+                f"{head_dim}], got {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+
+    if layout is not None and rows > keys:
+        raise ValueError(f"q must have at most the S = {keys} rows of this rank, got {rows}")
+
+    tensors: dict[str, Tensor | None] = {"k": k, "v": v}
+    if bias is not None:
+        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
+            raise ValueError(
+                f"bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got {type(bias).__name__}"
+            )
+        shape = tuple(bias.shape)
+        heads_allowed = (1, heads) if isinstance(bias, DenseBias) else (heads,)
+        if shape[0] not in (1, batch) or shape[1] not in heads_allowed or shape[2:] != (rows, columns):
+            expected_heads = f"{heads} or 1" if isinstance(bias, DenseBias) else f"{heads}"
+            raise ValueError(
+                f"bias must have shape [B or 1, H or 1, M, N] = [{batch} or 1, {expected_heads}, {rows}, {columns}], "
+                f"got {list(shape)}; pass these query rows and all {columns} columns"
+            )
+        tensors |= {"bias data": bias.data, "the learned part of bias": bias.learned, "bias mask": bias.mask}
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, columns):
+            raise ValueError(
+                f"key_padding_mask must be torch.bool [B, N] = [{batch}, {columns}] (True = ignore), "
+                f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
+            )
+        tensors["key_padding_mask"] = key_padding_mask
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}; None takes D ** -0.5")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p > 0.0:
+        if dropout_key is None or dropout_key.dtype != torch.int32 or dropout_key.shape != (batch,):
+            got = "None" if dropout_key is None else f"{dropout_key.dtype} {list(dropout_key.shape)}"
+            raise ValueError(
+                f"dropout_p = {dropout_p} needs dropout_key, torch.int32 [B] = [{batch}], got {got}; "
+                "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
+            )
+        tensors["dropout_key"] = dropout_key
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+class Operand(NamedTuple):
+    """A tensor that an operator is to have."""
+
+    name: str
+    tensor: Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None  # None: any
+    broadcast: int = 0  # so many leading axes may be 1
+    contiguous: bool = False
+
+
+def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *others: Operand, whole: bool = False) -> None:
+    """Raise ValueError unless an operator's tensors and segments are what, and where, it will address.
+
+    ``whole``: bias and masks have a column for every key; else as many as they agree on.
+    """
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(f"q and k must have shape [B, H, M or N, D], got {list(q.shape)} and {list(k.shape)}")
+    B, H, M, D = q.shape
+    keys = (B, H, k.shape[2], D)
+    check_tensors(
+        q.device, Operand("q", q, q.shape), Operand("k", k, keys, q.dtype), Operand("v", v, keys, q.dtype), *others
+    )
+    dense = step.learned if step.form == "dense" else None
+    wide = [x for x in (step.data, dense, step.bias_mask, step.key_padding_mask) if x is not None and x.ndim]
+    num_columns = k.shape[2] if whole else wide[0].shape[-1] if wide else None
+    check_step(step, q.device, B, H, M, num_columns)
+    for segment in step.segments:
+        key, column, length = segment
+        if min(segment) < 0 or key + length > k.shape[2] or (num_columns is not None and column + length > num_columns):
+            raise ValueError(
+                f"segments must be (key_start, column_start, length) within {k.shape[2]} keys and "
+                f"{'any' if num_columns is None else num_columns} columns of the bias and the masks, got {segment}"
+            )
+
+
+def check_step(step: Step, device: torch.device, B: int, H: int, M: int, N: int | None) -> None:
+    """``check_operands`` of the step's own tensors; N is None only if none has columns."""
+    N = -1 if N is None else N
+    needed: list[Operand] = []
+    if step.form == "dense":
+        needed.append(Operand("the learned part of bias", step.learned, (B, H, M, N), broadcast=2))
+    elif step.form in ("bucket", "projected"):
+        learned = step.learned
+        R = learned.shape[1] if learned is not None and learned.ndim == 2 else -1
+        needed.append(Operand("the learned part of bias", learned, (H, R)))
+        if step.form == "bucket":
+            needed.append(Operand("bias data", step.data, (B, M, N), torch.uint8, broadcast=1))
+        else:
+            needed.append(Operand("bias data", step.data, (B, R, M, N), broadcast=1))
+    elif step.form != "none":
+        raise ValueError(f"form must be 'none', 'dense', 'bucket' or 'projected', got {step.form!r}")
+    optional = (
+        Operand("bias mask", step.bias_mask, (B, M, N), torch.bool, broadcast=1),
+        Operand("key_padding_mask", step.key_padding_mask, (B, N), torch.bool),
+        Operand("dropout_key", step.dropout_key, (B,), torch.int32),
+        Operand("row_ids", step.row_ids, (M,)),
+    )
+    check_tensors(device, *needed, *(operand for operand in optional if operand.tensor is not None))
+
+
+def check_tensors(device: torch.device, *operands: Operand) -> None:
+    """``check_operands`` of some tensors."""
+    for name, x, shape, dtype, broadcast, contiguous in operands:
+        if x is None or (x.shape != shape and not _broadcasts(x.shape, shape, broadcast)):
+            axes = ", ".join(f"{size} or 1" if i < broadcast else str(size) for i, size in enumerate(shape))
+            got = "None" if x is None else list(x.shape)
+            raise ValueError(f"{name} must have shape [{axes}], got {got}; pass it so and keep it so until backward")
+        if (dtype is not None and x.dtype != dtype) or x.device != device:
+            raise ValueError(
+                f"{name} must be {dtype or x.dtype} on {device}, got {x.dtype} on {x.device}; convert it and keep it "
+                "so until backward"
+            )
+        if contiguous and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}; pass {name}.contiguous()")
+        _check_memory(name, x)
+
+
+def _broadcasts(shape: torch.Size, wanted: tuple[int, ...], axes: int) -> bool:
+    if len(shape) != len(wanted):
+        return False
+    return all(a == b or (a == 1 and i < axes) for i, (a, b) in enumerate(zip(shape, wanted, strict=True)))
+
+
+def _check_memory(name: str, x: Tensor) -> None:
+    """Raise ValueError where a tensor spans more than its storage has."""
+    if x.numel() == 0:
+        return
+    last = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    needed, there = (last + 1) * x.itemsize, x.untyped_storage().nbytes()
+    if needed > there:
+        raise ValueError(
+            f"{name} needs {needed} bytes of its storage, got {there}: it was freed or made smaller; bring it back (as "
+            "unshard() does for parameters that FSDP has freed) and keep it until backward"
+        )
+
+
+def check_values(step: Step) -> None:
+    """Raise ValueError for data of a bias that mean nothing; on a GPU, which would have to wait, nothing is read."""
+    data, learned = step.data, step.learned
+    if data is None or learned is None or data.device.type != "cpu" or not data.numel():
+        return
+    if torch.compiler.is_compiling() or type(data) not in (Tensor, nn.Parameter):  # fake ones have no values
+        return
+    if step.form == "bucket" and (highest := _once(_highest_bucket, data)) >= learned.shape[1]:
+        raise ValueError(
+            f"BucketBias index must be below the table's {learned.shape[1]} buckets, or {MASKED_BUCKET} for a masked "
+            f"pair; got {highest}"
+        )
+    if step.form == "projected" and not _once(_all_finite, data):
+        raise ValueError("ProjectedBias channels must be finite, got inf or nan; use mask for pairs to leave out")
+
+
+def _highest_bucket(index: Tensor) -> int:
+    rows = index.flatten(0, 1).split(max((1 << 20) // index.shape[-1], 1))
+    # 255 wraps to 0: every other bucket moves up by one
+    return max(int((some + 1).max()) for some in rows) - 1
+
+
+def _all_finite(channels: Tensor) -> bool:
+    low, high = channels.aminmax()
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def _once(of_values: Callable[[Tensor], int], data: Tensor) -> int:
+    """of_values(data), kept until data changes or goes: all layers of a model share the data of their bias."""
+    if data.is_inference():  # has no version
+        return of_values(data)
+    version, value = _values.get(data, (-1, 0))
+    if version != data._version:
+        value = of_values(data)
+        _values[data] = (data._version, value)
+    return value
+
+
+_values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of the data of a bias: (version, value)
