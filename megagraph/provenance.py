@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy
 import torch
+import xxhash
 
 _CODE = (":/", ":(top,exclude)bench/results")  # rows of an earlier run do not change what is measured
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
+    """Device, versions, source files and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
@@ -32,9 +33,18 @@ def provenance() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton,
         "numpy": numpy.__version__,
+        "tree": _tree(),
         "commit": os.environ.get("MEGAGRAPH_COMMIT") or _commit(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def _tree() -> str:
+    """Of the package's own files: commits may get other names, these stay."""
+    package = Path(__file__).parent
+    sources = sorted(path for place in (package, package / "kernels") for path in place.rglob("*.py"))
+    content = b"".join(f"{path.relative_to(package)}\n".encode() + path.read_bytes() for path in sources)
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def _cpu_name() -> str:
