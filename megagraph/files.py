@@ -72,8 +72,7 @@ def checksum(file: Path | BinaryIO) -> str:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write an object with the checksum of its values; paths become strings."""
-    values = json.loads(json.dumps(values, default=str))
-    write(path, json.dumps(values | {"checksum": _of_values(values)}, indent=2) + "\n")
+    write(path, json.dumps(add_checksum(values), indent=2) + "\n")
 
 
 def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]:
@@ -87,16 +86,32 @@ def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]
         FileNotFoundError: there is no such file.
         ValueError: it is not as it was written.
     """
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected {what}, but {path} is not a whole JSON file ({error})") from error
+    values = parse_json(path, what)
     if not isinstance(values, dict):
         raise ValueError(f"expected {what}, a JSON object, got {type(values).__name__} in {path}")
+    check_values(values, f"{what} as it was written, got {path}", by_hand=by_hand)
+    return values
+
+
+def parse_json(path: Path, what: str, again: str = "write it again") -> Any:
+    """What a JSON file holds; ValueError where it is none, with what to do."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"expected {what}, but {path} is not a whole JSON file ({error}); {again}") from error
+
+
+def add_checksum(values: dict[str, Any]) -> dict[str, Any]:
+    """An object with the checksum of its values; paths become strings."""
+    values = json.loads(json.dumps(values, default=str))
+    return values | {"checksum": _of_values(values)}
+
+
+def check_values(values: dict[str, Any], what: str, *, by_hand: bool = False) -> None:
+    """Take the checksum out of an object; ValueError, which names ``what``, unless it is that of the values."""
     expected = values.pop("checksum", None)
     if expected != _of_values(values) and not (by_hand and expected is None):
-        raise ValueError(f"expected {what} as it was written, got {path}, which has changed since or is damaged")
-    return values
+        raise ValueError(f"expected {what}, which has changed since or is damaged")
 
 
 def typed(kind: type[T], values: dict[str, Any], what: str) -> T:

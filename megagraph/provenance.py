@@ -18,7 +18,7 @@ _CODE = (":/", ":(top,exclude)bench/results")  # rows of an earlier run do not c
 
 
 def provenance() -> dict[str, Any]:
-    """Device, versions, source files and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
+    """Device, versions, sources and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
@@ -42,7 +42,7 @@ def provenance() -> dict[str, Any]:
 def _tree() -> str:
     """Of the package's own files: commits may get other names, these stay."""
     package = Path(__file__).parent
-    sources = sorted(path for place in (package, package / "kernels") for path in place.rglob("*.py"))
+    sources = sorted({path for place in (package, package / "kernels") for path in place.rglob("*.py")})
     content = b"".join(f"{path.relative_to(package)}\n".encode() + path.read_bytes() for path in sources)
     return xxhash.xxh3_64_hexdigest(content)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
@@ -14,7 +13,7 @@ from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
 from megagraph.planner.cost import CostModel, Workload
-from megagraph.planner.fitting import bench_rows
+from megagraph.planner.fitting import bench_rows, load_rows, save_rows
 from megagraph.planner.plan import ScheduleName
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
@@ -45,7 +44,7 @@ def profile(
         nodes = choose_split(graph, config).train
         measured = measure(config, graph, builder, nodes, device, seconds=seconds, cache=CACHE if cache else None)
         if rank() == 0:
-            rows.write_text(json.dumps(measured, indent=1) + "\n")
+            save_rows(rows, measured)
             links = any(row["kind"] == "transfer" for row in measured)
             print(f"{rows}: {len(measured)} rows of {measured[0]['device']}")
             if not links:
@@ -76,21 +75,11 @@ def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
     """The rows of several files; of those of a bench of attention the ones of the profile's implementation.
 
     Raises:
-        ValueError: a file is neither a JSON list nor pytest-benchmark's JSON.
+        ValueError: a file is neither a JSON list nor pytest-benchmark's JSON, or a row is not as it was written.
     """
     rows: list[dict[str, Any]] = []
     for path in paths:
-        try:
-            found = json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not a whole JSON file ({error}); run megagraph profile again") from error
-        if isinstance(found, dict) and "benchmarks" in found:
-            found = [benchmark["extra_info"] for benchmark in found["benchmarks"]]
-        if not isinstance(found, list):
-            raise ValueError(
-                f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
-            )
-        rows += bench_rows(found)
+        rows += bench_rows(load_rows(path))
 
     def is_benched(row: Any) -> bool:
         return isinstance(row, dict) and row.get("kind") == "attention"

@@ -15,7 +15,6 @@ fitted to the rows of one device with non-negative least squares. The terms say 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan
 from megagraph.planner.schedule import in_flight, simulate
@@ -119,30 +119,30 @@ class CostModel:
 
     def save(self, path: Path | str) -> None:
         """Write the model as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        files.write_json(Path(path), asdict(self))
 
     @classmethod
     def load(cls, path: Path | str) -> CostModel:
         """Read a model.
 
         Raises:
-            ValueError: the file is not whole, of another schema, or holds a coefficient that is not a number >= 0.
+            ValueError: the file is not as it was written, of another schema, or holds a coefficient that is not a
+                number >= 0.
         """
-        try:
-            values = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not a whole JSON file ({error}); run megagraph fit again") from error
+        values = files.parse_json(Path(path), "a cost model", "run megagraph fit again")
         found = values.get("schema") if isinstance(values, dict) else None
         if found != SCHEMA:
             raise ValueError(
                 f"{path} must hold a cost model of schema {SCHEMA}, got {found!r}; run megagraph fit again"
             )
         names = {f.name for f in fields(cls)}
-        if set(values) != names:
+        if values.keys() - {"checksum"} != names:
             raise ValueError(
                 f"{path} must hold the fields {sorted(names)}, lacks {sorted(names - set(values))} "
-                f"and has unknown {sorted(set(values) - names)}"
+                f"and has unknown {sorted(values.keys() - names - {'checksum'})}"
             )
+        whole = dict(values)
+        values.pop("checksum", None)
         try:
             tables = {**values["seconds"], **{f"links.{k}": v for k, v in values["links"].items()}}
             tables |= {"memory": values["memory"], "stall": {"seconds": values["stall_seconds"]}}
@@ -155,6 +155,7 @@ class CostModel:
             values["model"] = None if values["model"] is None else ModelConfig(**values["model"])
         except (TypeError, AttributeError) as error:
             raise ValueError(f"{path} does not hold what a cost model holds: {error}") from error
+        files.check_values(whole, f"a cost model as it was written, got {path}", by_hand=True)
         return cls(**values)
 
     # ---- what the search asks

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import (
     Break,
@@ -93,6 +96,32 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
             f"got {sorted(f'{device} {impl}' for device, impl in origins)}; fit a model for each of them"
         )
     return checked
+
+
+def save_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows as a JSON list, each with its checksum."""
+    files.write(path, json.dumps([files.add_checksum(dict(row)) for row in rows], indent=1) + "\n")
+
+
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of ``save_rows``, of a bench, or of pytest-benchmark; the latter have no checksums.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, it is something else, or a row is not as it was written.
+    """
+    found = files.parse_json(path, "rows", "run megagraph profile again")
+    if isinstance(found, dict) and "benchmarks" in found:
+        found = [benchmark["extra_info"] for benchmark in found["benchmarks"]]
+    if not isinstance(found, list):
+        raise ValueError(
+            f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
+        )
+    if any(isinstance(row, dict) and "checksum" in row for row in found):
+        for index, row in enumerate(found):
+            if not isinstance(row, dict):
+                raise ValueError(f"row {index} of {path} must be a JSON object, got {row!r}")
+            files.check_values(row, f"row {index} of {path} as it was written")
+    return found
 
 
 def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

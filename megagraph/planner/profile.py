@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,7 @@ from megagraph.attention.ring import loopback_attention
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.cost import Workload
-from megagraph.planner.fitting import Row
+from megagraph.planner.fitting import Row, load_rows, save_rows
 from megagraph.provenance import provenance
 
 MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before
@@ -84,7 +85,7 @@ def profile(
     origin["world_size"] = dist.get_world_size() if dist.is_initialized() else 1
     origin["model"] = asdict(config)
     path = None if cache is None else cache / f"{_fingerprint(origin)}.json"
-    found = [json.loads(path.read_text()) if path is not None and path.exists() else None]
+    found = [None if path is None else _kept(path)]
     if dist.is_initialized():
         dist.broadcast_object_list(found)
     if found[0] is not None:
@@ -106,12 +107,18 @@ def profile(
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, rows)
         rows = everyone[0] + [row for part in everyone[1:] for row in part if row["kind"] not in _ONCE]
-    if path is not None:
+    if path is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(rows, indent=1) + "\n")
-        part.replace(path)
+        with suppress(OSError):  # another process may write it, too; it is measured again next time
+            save_rows(path, rows)
     return rows
+
+
+def _kept(path: Path) -> list[dict[str, Any]] | None:
+    """The rows of an earlier profile; ``None`` where there are none that are whole."""
+    with suppress(OSError, ValueError):
+        return load_rows(path)
+    return None
 
 
 def _fingerprint(origin: Row) -> str:
