@@ -23,7 +23,6 @@ from torch import Tensor
 from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane, side_by_side
 from megagraph.attention.compiled import pair_hash
 from megagraph.attention.dropout import dropout_threshold, row_keys
-from megagraph.attention.jit import jit
 from megagraph.attention.lanes import (
     LANES,
     PRODUCT_ROWS,
@@ -46,6 +45,7 @@ from megagraph.attention.lanes import (
 )
 from megagraph.attention.step import Step
 from megagraph.attention.threads import CHUNKS, in_threads
+from megagraph.jit import jit
 
 _MOST_ROWS, _MOST_KEYS = 96, 240  # of a tile; compiled in
 TILE_ROWS, TILE_KEYS = _MOST_ROWS, _MOST_KEYS  # two tiles of fp32 scores take 184 kB

@@ -24,7 +24,7 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
-from megagraph.attention.jit import jit
+from megagraph.jit import jit
 
 LANES = 8
 _WORDS = ir.VectorType(ir.IntType(32), LANES)

@@ -19,7 +19,6 @@ from torch import Tensor
 from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, plane
 from megagraph.attention.compiled import mix32, pair_hash
 from megagraph.attention.dropout import dropout_threshold
-from megagraph.attention.jit import jit
 from megagraph.attention.lanes import (
     LANES,
     borrowed,
@@ -38,6 +37,7 @@ from megagraph.attention.lanes import (
 from megagraph.attention.packing import Rows
 from megagraph.attention.step import Step
 from megagraph.attention.threads import CHUNKS, in_threads
+from megagraph.jit import jit
 
 _ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before

@@ -7,10 +7,11 @@ All take the CSR arrays of an undirected graph of V nodes as ``Graph`` has them 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from megagraph.jit import jit
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _find(ascending, start, stop, value):
     """Where ``value`` stands in ascending[start:stop], or -1."""
     low, high = np.int64(start), np.int64(stop)
@@ -23,7 +24,7 @@ def _find(ascending, start, stop, value):
     return low if low < stop and ascending[low] == value else np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def misplaced(starts, columns, first, row, previous, num_columns, loops):
     """The first of the entries ``columns`` of CSR rows that is out of range, not above the one before it, or a loop.
 
@@ -49,7 +50,7 @@ def misplaced(starts, columns, first, row, previous, num_columns, loops):
     return row, -1
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
     """Forward push for each source; see ``Pagerank``.
 
@@ -143,7 +144,7 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
     return counts, nodes[:total], weights[:total], walked
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _rise(weights, nodes, at, weight, node):
     """Put an entry into a heap with the smallest weight on top, from its end ``at`` upwards."""
     while at > 0 and weights[(at - 1) // 2] > weight:
@@ -152,7 +153,7 @@ def _rise(weights, nodes, at, weight, node):
     weights[at], nodes[at] = weight, node
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def _sink(weights, nodes, size, weight, node):
     """Replace the top of a heap of ``size`` entries."""
     at = 0
@@ -167,7 +168,7 @@ def _sink(weights, nodes, size, weight, node):
     weights[at], nodes[at] = weight, node
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def induce(sequences, indptr, indices, place):
     """The edges among the nodes int64 [B, n] of each sequence; -1 is padding, other nodes occur once.
 
@@ -214,7 +215,7 @@ def induce(sequences, indptr, indices, place):
     return starts, columns[:size], entries[:size]
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def hops(starts, columns, first, max_distance, out):
     """Hops from the nodes ``first``, first + 1, ... of B graphs to all n nodes of theirs, into uint8 [B, sources, n].
 
@@ -255,7 +256,7 @@ def hops(starts, columns, first, max_distance, out):
                     break
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def reach(sources, indptr, indices, num_hops):
     """How many nodes are within ``num_hops`` of each source, itself among them, int64 [S]."""
     counts = np.zeros(len(sources), np.int64)
@@ -280,7 +281,7 @@ def reach(sources, indptr, indices, num_hops):
     return counts
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def quotient(indptr, indices, parts, members, starts):
     """Edges between parts: CSR data float32, columns int32 in no order, row starts int64.
 
@@ -311,7 +312,7 @@ def quotient(indptr, indices, parts, members, starts):
     return data[:size], columns[:size], rows
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def powers(indptr, indices, data, starts, columns, values):
     """Powers 1..C of a symmetric matrix with a full diagonal, in the pattern of the last one, which holds the others'.
 
@@ -353,7 +354,7 @@ def powers(indptr, indices, data, starts, columns, values):
                 eight[group] = 0
 
 
-@njit(cache=True, nogil=True)
+@jit(nogil=True)
 def look_up(starts, columns, values, rows, cols, out):
     """Entries of rows [B, r] and cols [B, m], -1 = padding, of a matrix as ``powers`` leaves it: into [B, C, r, m]."""
     for b in range(rows.shape[0]):

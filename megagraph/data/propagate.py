@@ -10,7 +10,8 @@ import heapq
 import math
 
 import numpy as np
-from numba import njit
+
+from megagraph.jit import jit
 
 _FEWEST = 0.95  # clusters, of those asked for
 _LARGEST = 1.1  # cluster, of their mean
@@ -79,7 +80,7 @@ def _settle(
             return
 
 
-@njit(cache=True)
+@jit()
 def move_nodes(indptr, indices, order, label, size, room, spare):  # type: ignore[no-untyped-def]
     """Nodes in ``order`` move to the cluster that most of their edges lead to and that has fewer than ``room`` members.
 
@@ -111,7 +112,7 @@ def move_nodes(indptr, indices, order, label, size, room, spare):  # type: ignor
     return moved, spare
 
 
-@njit(cache=True)
+@jit()
 def _edges_to(indptr, indices, nodes, label, count, touched):  # type: ignore[no-untyped-def]
     """``count`` of the edges of ``nodes`` to every cluster; those with any go to ``touched``; their number."""
     found = 0
@@ -125,7 +126,7 @@ def _edges_to(indptr, indices, nodes, label, count, touched):  # type: ignore[no
     return found
 
 
-@njit(cache=True)
+@jit()
 def _merge(indptr, indices, order, starts, members, label, size, room):  # type: ignore[no-untyped-def]
     """Clusters in ``order`` join the one that most of their edges lead to, and that has room; how many did."""
     count, touched = np.zeros(len(size), np.int64), np.empty(len(size), np.int32)
@@ -148,7 +149,7 @@ def _merge(indptr, indices, order, starts, members, label, size, room):  # type:
     return merged
 
 
-@njit(cache=True)
+@jit()
 def _fill(indptr, indices, starts, members, label, size, num_parts, room):  # type: ignore[no-untyped-def]
     """Clusters from ``num_parts`` on go where most of their edges lead, or to the smallest, in parts if need be."""
     count, touched = np.zeros(len(size), np.int64), np.empty(len(size), np.int32)

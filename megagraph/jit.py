@@ -13,8 +13,10 @@ import xxhash
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-_SHARED = ("arrays.py", "compiled.py", "lanes.py", "packing.py")  # what functions of other files contain
-_sources = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _SHARED)).hexdigest()
+_SHARED = ("arrays.py", "compiled.py", "lanes.py", "packing.py")  # of attention: what functions of other files contain
+_sources = hashlib.sha256(
+    b"".join(Path(__file__).with_name("attention").joinpath(name).read_bytes() for name in _SHARED)
+).hexdigest()
 
 
 class _Files(IndexDataCacheFile):

@@ -7,7 +7,8 @@ import pytest
 from numba.core.dispatcher import Dispatcher
 from numba.extending import _Intrinsic
 
-from megagraph.attention import blocked, compiled, jit, lanes, short
+from megagraph import jit
+from megagraph.attention import blocked, compiled, lanes, short
 
 
 def twice(x: int) -> int:
