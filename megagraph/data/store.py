@@ -165,9 +165,12 @@ def _files_to_replace(folder: Path) -> list[str]:
             pass
         except ValueError as error:
             why = f" ({error})"
-        empty = (path for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir()))
-        folders = (path.relative_to(folder).as_posix() for path in empty if not (ours and path == folder / "cache"))
-        foreign = sorted({*files.others(folder, ours), *folders})
+        if ours:
+            empty = (path for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir()))
+            folders = (path.relative_to(folder).as_posix() for path in empty if path != folder / "cache")
+            foreign = sorted({*files.others(folder, ours), *folders})
+        else:
+            foreign = sorted(path.name for path in folder.iterdir())
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
         raise FileExistsError(
