@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias, check_strided
@@ -77,7 +78,8 @@ def biased_attention(
 
     Raises:
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
-        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. Forward-mode differentiation but
+            by ``"reference"``.
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
@@ -391,6 +393,27 @@ def _backward(ctx, d_out, d_lse):
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse_tangents(key: str) -> None:
+    """Forward mode: a formula of torch.library has none, and drops the tangents where no input requires a gradient."""
+    kernel = torch.library.get_kernel("megagraph::biased_attention", key)
+
+    def autograd(keyset, *arguments):
+        q, k, v, _, learned, *_ = arguments
+        if any(x is not None and unpack_dual(x).tangent is not None for x in (q, k, v, learned)):
+            raise NotImplementedError(
+                "biased_attention has no forward-mode derivative, got a tangent (torch.func.jvp, jacfwd, forward_ad); "
+                "use reverse mode, or impl='reference'"
+            )
+        return kernel.call_boxed(keyset, *arguments)
+
+    _library.impl("biased_attention", autograd, key, with_keyset=True)
+
+
+_library = torch.library.Library("megagraph", "FRAGMENT")
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _refuse_tangents(_key)
 
 
 def _is_short(impl: str, step: Step, q: Tensor, k: Tensor) -> bool:
