@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,101 +100,94 @@ def check_inputs(
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
 
 
-class Operand(NamedTuple):
-    """A tensor that an operator is to have."""
-
-    name: str
-    tensor: Tensor | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None = None  # None: any
-    broadcast: int = 0  # so many leading axes may be 1
-    contiguous: bool = False
-
-
-def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *others: Operand, whole: bool = False) -> None:
-    """Raise ValueError unless an operator's tensors and segments are what, and where, it will address.
+def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) -> None:
+    """Raise ValueError unless an operator's inputs and segments are what, and where, it will address.
 
     ``whole``: bias and masks have a column for every key; else as many as they agree on.
     """
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q and k must have shape [B, H, M or N, D], got {list(q.shape)} and {list(k.shape)}")
-    B, H, M, D = q.shape
-    keys = (B, H, k.shape[2], D)
-    check_tensors(
-        q.device, Operand("q", q, q.shape), Operand("k", k, keys, q.dtype), Operand("v", v, keys, q.dtype), *others
-    )
+    (B, H, M, D), keys, device = q.shape, k.shape[2], q.device
+    check_tensor("q", q, device, (B, H, M, D))
+    check_tensor("k", k, device, (B, H, keys, D), q.dtype)
+    check_tensor("v", v, device, (B, H, keys, D), q.dtype)
     dense = step.learned if step.form == "dense" else None
     wide = [x for x in (step.data, dense, step.bias_mask, step.key_padding_mask) if x is not None and x.ndim]
-    num_columns = k.shape[2] if whole else wide[0].shape[-1] if wide else None
-    check_step(step, q.device, B, H, M, num_columns)
+    num_columns = keys if whole else wide[0].shape[-1] if wide else None
+    check_step(step, device, B, H, M, num_columns)
     for segment in step.segments:
         key, column, length = segment
-        if min(segment) < 0 or key + length > k.shape[2] or (num_columns is not None and column + length > num_columns):
+        if min(segment) < 0 or key + length > keys or (num_columns is not None and column + length > num_columns):
             raise ValueError(
-                f"segments must be (key_start, column_start, length) within {k.shape[2]} keys and "
+                f"segments must be (key_start, column_start, length) within {keys} keys and "
                 f"{'any' if num_columns is None else num_columns} columns of the bias and the masks, got {segment}"
             )
 
 
 def check_step(step: Step, device: torch.device, B: int, H: int, M: int, N: int | None) -> None:
     """``check_operands`` of the step's own tensors; N is None only if none has columns."""
-    N = -1 if N is None else N
-    needed: list[Operand] = []
+    N, learned = -1 if N is None else N, step.learned
     if step.form == "dense":
-        needed.append(Operand("the learned part of bias", step.learned, (B, H, M, N), broadcast=2))
+        check_tensor("the learned part of bias", learned, device, (B, H, M, N), broadcast=2)
     elif step.form in ("bucket", "projected"):
-        learned = step.learned
         R = learned.shape[1] if learned is not None and learned.ndim == 2 else -1
-        needed.append(Operand("the learned part of bias", learned, (H, R)))
+        check_tensor("the learned part of bias", learned, device, (H, R))
         if step.form == "bucket":
-            needed.append(Operand("bias data", step.data, (B, M, N), torch.uint8, broadcast=1))
+            check_tensor("bias data", step.data, device, (B, M, N), torch.uint8, broadcast=1)
         else:
-            needed.append(Operand("bias data", step.data, (B, R, M, N), broadcast=1))
+            check_tensor("bias data", step.data, device, (B, R, M, N), broadcast=1)
     elif step.form != "none":
         raise ValueError(f"form must be 'none', 'dense', 'bucket' or 'projected', got {step.form!r}")
-    optional = (
-        Operand("bias mask", step.bias_mask, (B, M, N), torch.bool, broadcast=1),
-        Operand("key_padding_mask", step.key_padding_mask, (B, N), torch.bool),
-        Operand("dropout_key", step.dropout_key, (B,), torch.int32),
-        Operand("row_ids", step.row_ids, (M,)),
-    )
-    check_tensors(device, *needed, *(operand for operand in optional if operand.tensor is not None))
+    if step.bias_mask is not None:
+        check_tensor("bias mask", step.bias_mask, device, (B, M, N), torch.bool, broadcast=1)
+    if step.key_padding_mask is not None:
+        check_tensor("key_padding_mask", step.key_padding_mask, device, (B, N), torch.bool)
+    if step.dropout_key is not None:
+        check_tensor("dropout_key", step.dropout_key, device, (B,), torch.int32)
+    if step.row_ids is not None:
+        check_tensor("row_ids", step.row_ids, device, (M,))
 
 
-def check_tensors(device: torch.device, *operands: Operand) -> None:
-    """``check_operands`` of some tensors."""
-    for name, x, shape, dtype, broadcast, contiguous in operands:
-        if x is None or (x.shape != shape and not _broadcasts(x.shape, shape, broadcast)):
-            axes = ", ".join(f"{size} or 1" if i < broadcast else str(size) for i, size in enumerate(shape))
-            got = "None" if x is None else list(x.shape)
-            raise ValueError(f"{name} must have shape [{axes}], got {got}; pass it so and keep it so until backward")
-        if (dtype is not None and x.dtype != dtype) or x.device != device:
-            raise ValueError(
-                f"{name} must be {dtype or x.dtype} on {device}, got {x.dtype} on {x.device}; convert it and keep it "
-                "so until backward"
-            )
-        if contiguous and not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}; pass {name}.contiguous()")
-        _check_memory(name, x)
+def check_tensor(
+    name: str,
+    x: Tensor | None,
+    device: torch.device,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    *,
+    broadcast: int = 0,
+    contiguous: bool = False,
+) -> None:
+    """Raise ValueError unless x is there, as told and with memory for all it spans.
+
+    dtype None: any; so many leading axes as ``broadcast`` says may be 1.
+    """
+    if x is None or (x.shape != shape and not _broadcasts(x.shape, shape, broadcast)):
+        axes = ", ".join(f"{size} or 1" if i < broadcast else str(size) for i, size in enumerate(shape))
+        got = "None" if x is None else list(x.shape)
+        raise ValueError(f"{name} must have shape [{axes}], got {got}; pass it so and keep it so until backward")
+    if (dtype is not None and x.dtype != dtype) or x.device != device:
+        raise ValueError(
+            f"{name} must be {dtype or x.dtype} on {device}, got {x.dtype} on {x.device}; convert it and keep it so "
+            "until backward"
+        )
+    size, in_a_row = x.numel(), x.is_contiguous()
+    if contiguous and not in_a_row:
+        raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}; pass {name}.contiguous()")
+    if size and not in_a_row:
+        size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    needed, there = (x.storage_offset() + size) * x.itemsize, x.untyped_storage().nbytes()
+    if size and needed > there:
+        raise ValueError(
+            f"{name} needs {needed} bytes of its storage, got {there}: it was freed or made smaller; bring it back (as "
+            "unshard() does for parameters that FSDP has freed) and keep it until backward"
+        )
 
 
 def _broadcasts(shape: torch.Size, wanted: tuple[int, ...], axes: int) -> bool:
     if len(shape) != len(wanted):
         return False
     return all(a == b or (a == 1 and i < axes) for i, (a, b) in enumerate(zip(shape, wanted, strict=True)))
-
-
-def _check_memory(name: str, x: Tensor) -> None:
-    """Raise ValueError where a tensor spans more than its storage has."""
-    if x.numel() == 0:
-        return
-    last = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    needed, there = (last + 1) * x.itemsize, x.untyped_storage().nbytes()
-    if needed > there:
-        raise ValueError(
-            f"{name} needs {needed} bytes of its storage, got {there}: it was freed or made smaller; bring it back (as "
-            "unshard() does for parameters that FSDP has freed) and keep it until backward"
-        )
 
 
 def check_values(step: Step) -> None:

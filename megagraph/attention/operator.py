@@ -13,10 +13,11 @@ from typing import Any, Literal, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias, check_strided
-from megagraph.attention.checks import Operand, check_inputs, check_operands, check_tensors, check_values
+from megagraph.attention.checks import check_inputs, check_operands, check_tensor, check_values
 from megagraph.attention.step import Step
 
 Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
@@ -77,7 +78,8 @@ def biased_attention(
 
     Raises:
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
-        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. Forward-mode differentiation but
+            by ``"reference"``.
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
@@ -163,10 +165,13 @@ def attention_step_(
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
-    acc_ = Operand("acc", acc, q.shape, state_dtype(q), contiguous=True)
-    carried = [] if first and last else [_of_rows("m", m, q), _of_rows("l", l, q), acc_]
-    result = [Operand("out", out, q.shape, q.dtype), _of_rows("lse", lse, q)] if last else []
-    check_operands(step, q, k, v, *carried, *result)
+    check_operands(step, q, k, v, whole=False)
+    if not (first and last):
+        _check_rows(q, m=m, l=l)
+        check_tensor("acc", acc, q.device, q.shape, state_dtype(q), contiguous=True)
+    if last:
+        _check_rows(q, lse=lse)
+        check_tensor("out", out, q.device, q.shape, q.dtype)
     if first:
         check_values(step)
     _run_step(step, impl, q, k, v, first=first, last=last, m=m, l=l, acc=acc, out=out, lse=lse)
@@ -204,21 +209,24 @@ def attention_step_backward_(
     step = Step.from_flat(
         form, data, learned, bias_mask, key_padding_mask, segments, scale, dropout_p, dropout_key, row_ids
     )
-    rows = [Operand("d_out", d_out, q.shape, q.dtype), _of_rows("lse", lse, q), _of_rows("delta", delta, q)]
-    grads = [Operand(f"d{name}", d, x.shape) for name, d, x in (("q", dq, q), ("k", dk, k), ("v", dv, v))]
+    check_operands(step, q, k, v, whole=False)
+    check_tensor("d_out", d_out, q.device, q.shape, q.dtype)
+    _check_rows(q, lse=lse, delta=delta)
+    for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        check_tensor(name, x, q.device, like.shape)
     if d_learned is not None and learned is not None:
         shape = learned.shape
-        if form == "bucket" and d_learned.ndim == learned.ndim:  # ``prepare`` pads a table
-            shape = torch.Size((*shape[:-1], min(shape[-1], d_learned.shape[-1])))
-        grads.append(Operand("d_learned", d_learned, shape))
-    check_operands(step, q, k, v, *rows, *grads)
+        if form == "bucket" and d_learned.ndim == 2:  # ``prepare`` pads a table
+            shape = torch.Size((shape[0], min(shape[1], d_learned.shape[1])))
+        check_tensor("d_learned", d_learned, q.device, shape)
     sums = {"dq": dq, "dk": dk, "dv": dv, "d_learned": d_learned}
     _run_step_backward(step, impl, q, k, v, d_out=d_out, lse=lse, delta=delta, **sums, accumulate=True)
 
 
-def _of_rows(name: str, x: Tensor | None, q: Tensor) -> Operand:
-    """A number for each row of q."""
-    return Operand(name, x, q.shape[:3], state_dtype(q), contiguous=True)
+def _check_rows(q: Tensor, **numbers: Tensor | None) -> None:
+    """``check_tensor`` of what has a number for each row of q."""
+    for name, x in numbers.items():
+        check_tensor(name, x, q.device, q.shape[:3], state_dtype(q), contiguous=True)
 
 
 @attention_step_.register_fake
@@ -335,9 +343,12 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
     step = _whole_step(k, form, data, learned, bias_mask, key_padding_mask, scale, dropout_p, dropout_key, row_ids)
-    check_tensors(q.device, Operand("q", q, d_out.shape, d_out.dtype))  # the others are to fit q
-    rows = Operand("out", out, q.shape, q.dtype), Operand("d_out", d_out, q.shape), _of_rows("lse", lse, q)
-    check_operands(step, q, k, v, *rows, Operand("d_lse", d_lse, q.shape[:3], lse.dtype), whole=True)
+    check_tensor("q", q, d_out.device, d_out.shape, d_out.dtype)  # the others are to fit q
+    check_operands(step, q, k, v, whole=True)
+    check_tensor("d_out", d_out, q.device, q.shape)
+    check_tensor("out", out, q.device, q.shape, q.dtype)
+    check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
+    _check_rows(q, lse=lse)
     is_short = _is_short(impl, step, q, k)
     # these write each gradient once, in its own dtype; blocked adds tile by tile
     kernels = impl.startswith("triton") and q.numel() > 0 and k.shape[2] > 0
@@ -382,6 +393,27 @@ def _backward(ctx, d_out, d_lse):
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _refuse_tangents(key: str) -> None:
+    """Forward mode: a formula of torch.library has none, and drops the tangents where no input requires a gradient."""
+    kernel = torch.library.get_kernel("megagraph::biased_attention", key)
+
+    def autograd(keyset, *arguments):
+        q, k, v, _, learned, *_ = arguments
+        if any(x is not None and unpack_dual(x).tangent is not None for x in (q, k, v, learned)):
+            raise NotImplementedError(
+                "biased_attention has no forward-mode derivative, got a tangent (torch.func.jvp, jacfwd, forward_ad); "
+                "use reverse mode, or impl='reference'"
+            )
+        return kernel.call_boxed(keyset, *arguments)
+
+    _library.impl("biased_attention", autograd, key, with_keyset=True)
+
+
+_library = torch.library.Library("megagraph", "FRAGMENT")
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _refuse_tangents(_key)
 
 
 def _is_short(impl: str, step: Step, q: Tensor, k: Tensor) -> bool:

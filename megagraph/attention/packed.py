@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.checks import Operand, check_inputs, check_step, check_tensors, check_values
+from megagraph.attention.checks import check_inputs, check_step, check_tensor, check_values
 from megagraph.attention.operator import make_step
 from megagraph.attention.packing import Packing, Rows
 from megagraph.attention.step import Step
@@ -98,8 +98,8 @@ class _PackedAttention(torch.autograd.Function):
 def _check(step: Step, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Rows, Rows], shape, width: int) -> None:
     """``check_operands`` of packed rows."""
     queries, keys = ((len(x.at), width) for x in rows)
-    tensors = (("q", q, queries), ("k", k, keys), ("v", v, keys))
-    check_tensors(q.device, *(Operand(*x, torch.float32) for x in tensors))
+    for name, x, like in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+        check_tensor(name, x, q.device, like, torch.float32)
     check_step(step, q.device, *shape)
 
 

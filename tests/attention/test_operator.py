@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph as mg
@@ -146,6 +147,37 @@ def test_gradcheck(form):
         return mg.biased_attention(q, k, v, bias, dropout_p=0.3, dropout_key=key, return_lse=True, impl="blocked")
 
     assert torch.autograd.gradcheck(attend, [x.requires_grad_() for x in problem.inputs])
+
+
+def jvp(attend, x):
+    return torch.func.jvp(attend, (x,), (x,))[1]
+
+
+def dual(attend, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(attend(forward_ad.make_dual(x, x.clone()))).tangent
+
+
+def jacfwd(attend, x):
+    return torch.func.jacfwd(attend)(x)
+
+
+@pytest.mark.parametrize("differentiate", [jvp, dual, jacfwd])
+@pytest.mark.parametrize("impl", [*IMPLS, *(pytest.param(f"blocked_{x}", marks=of_a_cpu) for x in ("short", "long"))])
+@pytest.mark.parametrize("of_table", [False, True])
+def test_forward_mode_is_refused(impl, differentiate, of_table):
+    problem = make_problem("bucket", 5, 7, 4, dtype=torch.float32)
+    q, k, v, table = problem.inputs
+
+    def attend(x, impl=impl):
+        given = (q, k, v, with_learned(problem.bias, x)) if of_table else (x, k, v, problem.bias)
+        return mg.biased_attention(*given, impl=impl)
+
+    x = table if of_table else q
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative, .*or impl='reference'"):
+        differentiate(attend, x)
+    assert differentiate(lambda x: attend(x, "reference"), x).any()
+    assert torch.equal(attend(x.clone().requires_grad_()), attend(x))
 
 
 @pytest.mark.parametrize("form", FORMS)
