@@ -1,7 +1,7 @@
 """``python -m bench.killer PHASE SECONDS RANK LOG train ...``: the command line, killed once in a phase.
 
 ``SECONDS`` after rank ``RANK`` has entered the phase for the second time (``start``, ``exit``: the first) it dies of
-SIGKILL. It is killed in its first attempt only, and every attempt of rank 0 adds a line to ``LOG``.
+SIGKILL. It is killed in its first attempt only, and every attempt of a rank adds a line to ``LOG``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ if __name__ == "__main__":
     phase, seconds, victim, log = sys.argv[1:5]
     rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     sys.argv[1:] = sys.argv[5:]
-    if rank == "0":
-        with Path(log).open("a") as file:
-            file.write(f"attempt {attempt}\n")
+    with Path(log).open("a") as file:
+        file.write(f"attempt {attempt}\n")
     if rank == victim and attempt == "0":
         arguments = (phase, float(seconds), Path(log), Path(sys.argv[sys.argv.index("--out") + 1]))
         threading.Thread(target=lie_in_wait, args=arguments, daemon=True).start()

@@ -135,7 +135,7 @@ def kill(folder: Path, phase: str, plan: str, workers: int, seed: int) -> dict[s
         row = {"phase": phase, "plan": plan, "workers": workers, "seed": seed, "rank": victim, "moment": seconds}
         row |= {"unit": "seconds", "seconds": round(time.monotonic() - started, 1), "exit_code": code}
         row["killed"] = next((line for line in log if line.startswith("killed")), None)
-        row["restarts"] = sum(line.startswith("attempt") for line in log) - 1
+        row["restarts"] = max(int(line.split()[1]) for line in log if line.startswith("attempt"))
         row["equal"] = code == 0 and equal(place / "run", expected)
         row["lock_left"] = (place / "run" / "lock").exists()
         row["holds"] = row["equal"] and not row["lock_left"] and (row["killed"] is None or row["restarts"] == 1)
