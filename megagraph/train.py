@@ -6,6 +6,7 @@ import math
 import sys
 import time
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -356,28 +357,20 @@ def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim
     return optimizers
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a step of training came to, the same on every rank; ``skipped``: nothing has changed."""
-
-    loss: float
-    gradient_norm: float
-    skipped: bool
-    leave: bool  # a rank was asked to
-
-
 def train_step(
     pipeline: Pipeline,
     optimizers: list[torch.optim.Optimizer],
     batch: Batch,
     dropout_key: Tensor,
     clip_norm: float,
-    asked: bool = False,
-) -> Step:
-    """One step of all optimizers on this rank's share of a global batch, unless its loss or gradient is not finite.
+    stop: Stop | None = None,
+) -> tuple[float, float]:
+    """One step of all optimizers on this rank's share of a global batch: the global loss, and its gradient's norm.
+
+    Where one of the two is not finite, nothing has changed.
 
     Args:
-        asked: whether this rank was asked to leave.
+        stop: learns whether any rank was asked to leave.
     """
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -386,16 +379,17 @@ def train_step(
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     with record_function("optimizer"):
         norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
-        sums = torch.stack([loss.double(), loss.new_tensor(asked).double()])
+        sums = torch.stack([loss.double(), loss.new_tensor(stop is not None and stop.asked).double()])
         if pipeline.mesh is not None:
             sums = sum_over_ranks(sums)
-        total, leave, gradient_norm = torch.cat([sums, norm.double().to(sums.device)[None]]).tolist()
-        skipped = not math.isfinite(total + gradient_norm)
-        if not skipped:
+        # waits for the device, so the step's time is all of it
+        total, asked, gradient_norm = torch.cat([sums, norm.double().to(sums.device)[None]]).tolist()
+        if stop is not None:
+            stop.leave = asked > 0
+        if math.isfinite(total + gradient_norm):
             for optimizer in optimizers:
                 optimizer.step()
-    # waits for the device, so the step's time is all of it
-    return Step(total, gradient_norm, skipped, leave > 0)
+    return total, gradient_norm
 
 
 class _Epochs:
@@ -424,11 +418,13 @@ class _Epochs:
         if self.profiler is not None:
             self.profiler.start()
         self.step = 0
-        self.bad_steps: list[Step] = []  # in a row, up to the last one
+        self.bad_steps: list[tuple[float, float]] = []  # loss and norm, in a row up to the last step
         self.epoch, self.batch = 0, 0  # the next batch, and its epoch
-        self.steps: list[dict[str, Any]] = []  # of this epoch, as in metrics.jsonl
+        # of this epoch; NaN where a step was skipped. Arrays, as lists of objects would grow by megabytes
+        self.losses = array("d")
+        self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
         self.history: list[dict[str, Any]] = []  # of the epochs before
-        self.step_seconds: list[float] = []  # of this process, with the wait for the batch
+        self.step_seconds = array("d")  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
             self.total_steps = min(self.total_steps, config.max_steps)
@@ -459,7 +455,9 @@ class _Epochs:
         state.load(tensors)
         self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
         on_rank_zero(lambda: self.run_folder.restore(folder))
-        self.history, self.steps = on_rank_zero(self.run_folder.progress)
+        self.history, steps = on_rank_zero(self.run_folder.progress)
+        self.losses = array("d", [math.nan if step["loss"] is None else step["loss"] for step in steps])
+        self.seconds_before = sum(step["step_seconds"] + step["stall_seconds"] for step in steps)
         if changes:
             self.run_folder.log(changes=changes, from_step=self.step)
         if self.run_folder.writes:
@@ -499,7 +497,7 @@ class _Epochs:
 
     def run(self) -> None:
         """Train what is left of an epoch and evaluate."""
-        started = time.perf_counter() - sum(step["step_seconds"] + step["stall_seconds"] for step in self.steps)
+        started = time.perf_counter() - self.seconds_before
         self.pipeline.train()
         silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
         batches = self.train_loader.epoch(self.epoch, self.batch)
@@ -511,12 +509,11 @@ class _Epochs:
                 break
             self.batch += 1
             if batch.num_targets:  # a cluster batch may have no training nodes
-                leave = self._train_step(batch, stall_seconds)
-                if self.steps[-1]["loss"] is not None:
-                    progress.set_postfix(loss=f"{self.steps[-1]['loss']:.3f}")
+                self._train_step(batch, stall_seconds)
+                progress.set_postfix(loss=f"{self.losses[-1]:.3f}")
                 saving = time.perf_counter()
                 self.checkpoints.check()
-                if leave:
+                if self.stop.leave:
                     self._leave()
                 if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
                     self.save()
@@ -532,11 +529,11 @@ class _Epochs:
                 "go on from an earlier checkpoint with a lower --learning-rate"
             )
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
-        losses = [step["loss"] for step in self.steps if step["loss"] is not None]
+        losses = [loss for loss in self.losses if not math.isnan(loss)]
         line = {
             "epoch": self.epoch,
             "loss": float(np.mean(losses)) if losses else None,
-            "skipped_steps": len(self.steps) - len(losses),
+            "skipped_steps": len(self.losses) - len(losses),
             "val_accuracy": val,
             "test_accuracy": test,
             "train_seconds": trained - started,
@@ -553,12 +550,11 @@ class _Epochs:
             self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
         self.run_folder.log(**line)
         self.history.append(line)
-        self.epoch, self.batch, self.steps = self.epoch + 1, 0, []
+        self.epoch, self.batch, self.losses, self.seconds_before = self.epoch + 1, 0, array("d"), 0.0
         if not self.config.checkpoint_every:
             self.save()
 
-    def _train_step(self, batch: Batch, stall_seconds: float) -> bool:
-        """Whether to leave."""
+    def _train_step(self, batch: Batch, stall_seconds: float) -> None:
         phase("forward and backward", step=self.step)
         started = time.perf_counter()
         config = self.config
@@ -569,28 +565,26 @@ class _Epochs:
         batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
         with record_function(STEP):
-            done = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm, asked=self.stop.asked)
+            loss, norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm, self.stop)
         if self.profiler is not None:
             self.profiler.step()
         seconds = time.perf_counter() - started
         self.stop.took(seconds)
-        self.steps.append(
-            {
-                "step": self.step,
-                "loss": None if done.skipped else done.loss,
-                "learning_rate": learning_rate,
-                "gradient_norm": None if done.skipped else done.gradient_norm,
-                "step_seconds": seconds,
-                "stall_seconds": stall_seconds,
-            }
-        )
-        self.bad_steps = [*self.bad_steps, done] if done.skipped else []
-        if done.skipped:
+        finite = math.isfinite(loss + norm)
+        self.losses.append(loss if finite else math.nan)
+        self.bad_steps = [] if finite else [*self.bad_steps, (loss, norm)]
+        if not finite:
             self._report_bad_step(batch, learning_rate)
-        self.run_folder.log(**self.steps[-1])
+        self.run_folder.log(
+            step=self.step,
+            loss=loss if finite else None,
+            learning_rate=learning_rate,
+            gradient_norm=norm if finite else None,
+            step_seconds=seconds,
+            stall_seconds=stall_seconds,
+        )
         self.step_seconds.append(seconds + stall_seconds)
         self.step += 1
-        return done.leave
 
     def _report_bad_step(self, batch: Batch, learning_rate: float) -> None:
         """Warn of a step that was skipped, or end the run after the last one that may be."""
@@ -598,8 +592,8 @@ class _Epochs:
         if len(self.bad_steps) < self.config.bad_steps:
             if self.run_folder.writes:
                 print(
-                    f"megagraph: warning: step {self.step} was skipped, its loss is {last.loss} and the norm of its "
-                    f"gradient {last.gradient_norm}",
+                    f"megagraph: warning: step {self.step} was skipped, its loss is {last[0]} and the norm of its "
+                    f"gradient {last[1]}",
                     file=sys.stderr,
                 )
             return
@@ -610,14 +604,11 @@ class _Epochs:
         named = [name for part in all_gather(own) for name in part]
         rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
         of_features = "; its features are not finite" if any(rows) else ""
-        if math.isfinite(first.loss):
-            what, value = "norm of the gradient", first.gradient_norm
-        else:
-            what, value = "loss", first.loss
+        what, value = ("norm of the gradient", first[1]) if math.isfinite(first[0]) else ("loss", first[0])
         raise FloatingPointError(
             f"the {what} of step {self.step - len(self.bad_steps) + 1} is {value}; lower --learning-rate (now "
             f"{learning_rate:.2e}), or look for extreme values in the features. {len(self.bad_steps)} steps in a row "
-            f"were skipped, the last one batch {self.batch - 1} of epoch {self.epoch}, loss {last.loss}{of_features}; "
+            f"were skipped, the last one batch {self.batch - 1} of epoch {self.epoch}, loss {last[0]}{of_features}; "
             f"not finite is the gradient of {', '.join(named[:3]) or 'nothing'}{' and more' if len(named) > 3 else ''}"
         )
 

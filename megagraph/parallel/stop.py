@@ -45,6 +45,7 @@ class Stop:
 
     def __init__(self, limit_seconds: float | None = None) -> None:
         self.deferred = False
+        self.leave = False  # as all ranks have agreed
         self._reason: str | None = None
         self._deadline = None if limit_seconds is None else _start_of_job() + limit_seconds
         self._reserve = 5.0  # seconds that one more step and a checkpoint may take
@@ -84,7 +85,8 @@ class Stop:
 
     def agreed(self) -> bool:
         """Whether any rank was asked; the same on every rank. Collective."""
-        return bool(sum_over_ranks(torch.tensor(float(self.asked))))
+        self.leave = bool(sum_over_ranks(torch.tensor(float(self.asked))))
+        return self.leave
 
     @property
     def reason(self) -> str:
