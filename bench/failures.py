@@ -2,6 +2,7 @@
 
     python -m bench.failures                # kill, stop, hang and raise: the table, goes on where it was stopped
     python -m bench.failures --exits 100    # runs without a fault: how many of them do not end?
+    python -m bench.failures --soak         # long runs, with kills and without: bench/soak.py
 
 One rank of two fails (`tests/parallel/faulty.py`): kill is SIGKILL, stop SIGSTOP, hang a main thread that sleeps for
 ever, raise an exception. `rank_seconds` is the time from the fault until the last rank that can still act is gone,
@@ -35,6 +36,7 @@ import tyro
 
 import megagraph as mg
 from bench.provenance import RESULTS, write_rows
+from bench.soak import soak as long_runs
 from megagraph.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
@@ -135,9 +137,11 @@ def holds(row: dict[str, Any]) -> bool:
     )
 
 
-def main(exits: int = 0, at_once: int = 2, at_most: int | None = None) -> None:
+def main(exits: int = 0, soak: bool = False, at_once: int = 2, at_most: int | None = None) -> None:
     """Measure ``at_most`` of the cases without a row of this commit; ``--exits N`` counts normal exits instead."""
     compile_loops()
+    if soak:
+        return long_runs()
     if exits:
         with ThreadPoolExecutor(at_once) as pool:
             ended = list(pool.map(lambda i: undisturbed("none", "none", PLANS[i % len(PLANS)]), range(exits)))
