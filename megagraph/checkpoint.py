@@ -5,7 +5,7 @@ RUN/checkpoints/latest          name of the checkpoint to go on from
                                 *.distcp               parameters and optimizer state (torch.distributed.checkpoint)
                                 metadata.json          which tensor lies where in them
                                 copies of files of the run, as they were at that step
-                                manifest.json          run, data, progress, and checksums of the files above
+                                manifest.json          run, data, configuration, progress, checksums of the files above
                                 committed              checksum of manifest.json
 
 Names are those of the whole model and tensors are saved in parts, so that any plan can read what another has written.
@@ -103,12 +103,16 @@ class Checkpoints:
         folder: RUN/checkpoints, on a file system that all processes share.
         run: id of the run.
         data: fingerprint of what it is trained on.
+        config: JSON values that stay as they are for the whole run.
         keep: how many to keep.
     """
 
-    def __init__(self, folder: Path, *, run: str = "", data: str = "", keep: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *, run: str = "", data: str = "", config: dict[str, Any] | None = None, keep: int = 2
+    ) -> None:
         self.folder = folder
         self._run, self._data, self._keep = run, data, keep
+        self._config = json.loads(json.dumps(config or {}, default=str))
         self._newest: str | None = None  # written or read last
         self._pending: Future[None] | None = None
         self._thread: ThreadPoolExecutor
@@ -199,6 +203,12 @@ class Checkpoints:
                 f"a resumed run needs the data it was started on: their fingerprint was {manifest['data']}, got "
                 f"{self._data}; pass the --dataset and --root of the run, or train anew with another --out"
             )
+        for name, value in manifest["config"].items():
+            if self._config.get(name, value) != value:
+                raise ValueError(
+                    f"{folder} was written by a run whose {name} was {value!r}, got {self._config[name]!r}; "
+                    "its config.json has been replaced"
+                )
         try:
             with _errors_of(folder):
                 dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
@@ -245,7 +255,8 @@ class Checkpoints:
             _check_finite(tensors)
 
         def commit() -> None:
-            content = {"run": self._run, "data": self._data, "progress": progress, "files": checksums}
+            content = {"run": self._run, "data": self._data, "config": self._config}
+            content |= {"progress": progress, "files": checksums}
             manifest = json.dumps(content, indent=2)
             files.write(folder / "manifest.json", manifest)
             files.write(folder / "committed", files.checksum(folder / "manifest.json"))

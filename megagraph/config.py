@@ -20,6 +20,11 @@ AUTO = Path("auto")
 LAYOUT_FIELDS = (
     "plan", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
 )  # fmt: skip
+# what the numbers of a run do not depend on
+FREE_FIELDS = (
+    "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
+    "bad_steps", "timeout", "trace", "pp", "cp", "dp", "memory_gib", *LAYOUT_FIELDS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +287,11 @@ class TrainConfig:
         own = ("root", "out", "resume", "weights", "device", "workers")
         return {name: value for name, value in asdict(self).items() if name not in own}
 
+    def numbers(self) -> dict[str, Any]:
+        """The fields that stay as they are for the whole of a run."""
+        changing = (*FREE_FIELDS, "epochs", "max_steps", "learning_rate")
+        return {name: value for name, value in asdict(self).items() if name not in changing}
+
     def check_continues(self, run: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """What of a run to resume changes its numbers: training longer and a lower learning rate, old and new values.
 
@@ -289,19 +299,15 @@ class TrainConfig:
             ValueError: another field that the numbers depend on is not that of ``run``.
         """
         changes = {}
-        free = (
-            "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit",
-            "lock_wait", "bad_steps", "timeout", "trace", "pp", "cp", "dp", "memory_gib", *LAYOUT_FIELDS,
-        )  # fmt: skip
         for name, value in asdict(self).items():
             before = getattr(run, name)
-            if name in free or value == before:
+            if name in FREE_FIELDS or value == before:
                 continue
             longer = name in ("epochs", "max_steps") and (value is None or (before is not None and value > before))
             if not longer and not (name == "learning_rate" and value < before):
                 raise ValueError(
-                    f"{name} of a resumed run must stay {before!r}, got {value!r}; only {', '.join(free)} may change, "
-                    "epochs and max_steps may grow and learning_rate may become less"
+                    f"{name} of a resumed run must stay {before!r}, got {value!r}; "
+                    f"only {', '.join(FREE_FIELDS)} may change, epochs and max_steps may grow and learning_rate may become less"
                 )
             changes[name] = (before, value)
         return changes

@@ -325,12 +325,11 @@ def launch() -> str | None:
     return f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.0f}"
 
 
-def restarted(config: TrainConfig) -> bool:
-    """Whether torchrun has started these processes again, after ones that failed had begun this very run."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return False
+def restarted(config: TrainConfig) -> Path | None:
+    """The folder to go on with where torchrun has started these processes again, as ones that had begun it failed."""
     folder = _folder(config)
-    return (folder / "run.json").is_file() and _marker(folder)["launch"] == launch()
+    again = config.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return folder if again and (folder / "run.json").is_file() and _marker(folder)["launch"] == launch() else None
 
 
 def read_weights(path: Path, *, run: str | None = None) -> dict[str, Tensor]:

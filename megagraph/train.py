@@ -94,6 +94,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
+        self._predicted_bytes: float | None = None  # by --plan auto
 
     @classmethod
     def resume(cls, run: Path | str, **changes: Any) -> Trainer:
@@ -130,8 +131,8 @@ class Trainer:
         """
         config = self.config
         with process_group(config.timeout), Stop(config.limit_seconds) as stop:
-            if on_rank_zero(lambda: config.resume is None and restarted(config)):
-                config = replace(config, resume=AUTO)
+            if (again := on_rank_zero(partial(restarted, config))) is not None:
+                config = replace(config, resume=AUTO, out=again)
             check_equal("the configuration", config.shared_fields())
             config = on_rank_zero(lambda: _known_plan(config))
             if config.plan != "auto":
@@ -154,7 +155,7 @@ class Trainer:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    raise MemoryError(_out_of_memory(error, config)) from error
+                    raise MemoryError(_out_of_memory(error, config, device, self._predicted_bytes)) from error
 
     def _fit(self, run: Run, state: State, config: TrainConfig, device: torch.device, data: Any, stop: Stop) -> Summary:
         phase("data")
@@ -169,6 +170,7 @@ class Trainer:
         if config.plan == "auto":
             phase("profile")
             config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
+            self._predicted_bytes = predicted.peak_bytes
         plan = config.parallel_plan()
         learned = config.embedding == "learned"
         model_config = config.model_config(
@@ -303,11 +305,15 @@ def _start_from(model: GraphTransformer, path: Path) -> None:
     model.load_state_dict(weights)
 
 
-def _out_of_memory(error: BaseException, config: TrainConfig) -> str:
-    """What can be done about it."""
+def _out_of_memory(
+    error: BaseException, config: TrainConfig, device: torch.device, predicted_bytes: float | None
+) -> str:
+    """Where, how much, and what can be done about it."""
     lines = str(error).strip().splitlines()
+    predicted = "" if predicted_bytes is None else f", where {predicted_bytes / 2**30:.2f} were predicted"
     return (
-        f"out of memory on rank {rank()} in {current_phase()}, plan {config.plan}: "
+        f"out of memory on rank {rank()} in {current_phase()}, plan {config.plan}, at "
+        f"{_peak_memory_bytes(device) / 2**30:.2f} GiB{predicted}: "
         f"{lines[0] if lines else type(error).__name__}; less is taken by --checkpoint, by a smaller --batch-size or "
         f"--sequence-nodes (now {config.batch_size} and {config.sequence_nodes}), by more --microbatches in a pipeline "
         "or more cp in the plan, and by --plan auto --memory-gib, which predicts what fits"
@@ -408,7 +414,9 @@ class _Epochs:
         self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
         self.stop = stop
         data = on_one_process_first(graph.fingerprint)
-        self.checkpoints = Checkpoints(run.folder / "checkpoints", run=run.id, data=data, keep=config.keep)
+        self.checkpoints = Checkpoints(
+            run.folder / "checkpoints", run=run.id, data=data, config=config.numbers(), keep=config.keep
+        )
         share = own_share(pipeline.plan, pipeline.mesh)
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)

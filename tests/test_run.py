@@ -12,11 +12,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import megagraph as mg
 from megagraph.config import AUTO
+from megagraph.lock import Lock
 from megagraph.run import Run
 from tests.checkpoint_cases import config, graph, outcome, stop_at
 
@@ -346,7 +348,10 @@ def test_running_out_of_memory_says_what_to_turn(tmp_path, monkeypatch):
         torch.empty(2**62, dtype=torch.uint8)
 
     monkeypatch.setattr(train, "train_step", train_step)
-    with pytest.raises(MemoryError, match=r"out of memory on rank 0 in forward and backward \(step 0\).*--checkpoint"):
+    with pytest.raises(
+        MemoryError,
+        match=r"out of memory on rank 0 in forward and backward \(step 0\), plan 1,1,1, at \d.*--checkpoint",
+    ):
         mg.Trainer(config(tmp_path / "run")).fit(graph())
 
 
@@ -385,6 +390,35 @@ def wait_for(path: Path, lines: int, process: subprocess.Popen) -> None:
     while not path.exists() or len(path.read_text().splitlines()) < lines:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
+
+
+def test_loader_workers_do_not_hold_the_lock_of_a_rank_that_was_killed(tmp_path):
+    out = tmp_path / "run"
+    process = start(*FLAGS, "--workers", 2, "--out", out)
+    wait_for(out / "metrics.jsonl", 3, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    assert any(child.is_running() for child in children)
+    Lock(out, wait_seconds=0.5).release()
+    psutil.wait_procs(children, timeout=30)
+
+
+def test_under_torchrun_a_folder_without_a_name_is_that_of_the_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with stop_at(3):
+        mg.Trainer(config(None)).fit(graph())
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name == "synthetic-job-7"
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        mg.Trainer(config(None)).fit(graph())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert mg.Trainer(config(None)).fit(graph()).steps == 18
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")  # not its own run
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        mg.Trainer(config(run)).fit(graph())
 
 
 @pytest.fixture(scope="module")
