@@ -307,7 +307,7 @@ class TrainConfig:
             if not longer and not (name == "learning_rate" and value < before):
                 raise ValueError(
                     f"{name} of a resumed run must stay {before!r}, got {value!r}; "
-                    f"only {', '.join(FREE_FIELDS)} may change, epochs and max_steps may grow and learning_rate may become less"
+                    f"only {', '.join(FREE_FIELDS)} may change, epochs and max_steps may grow, learning_rate may fall"
                 )
             changes[name] = (before, value)
         return changes

@@ -146,7 +146,7 @@ def test_a_run_may_go_on_longer_from_a_chosen_step_and_with_a_lower_rate(tmp_pat
     assert mg.Trainer.resume(out, epochs=2).fit(graph()).steps == 12
     (changed,) = (line for line in Run.open(out).metrics() if "changes" in line)
     assert changed == {"changes": {"epochs": [1, 2]}, "from_step": 6}
-    with pytest.raises(ValueError, match=r"learning_rate of a resumed run must stay 0.01, got 0.1.*may become less"):
+    with pytest.raises(ValueError, match=r"learning_rate of a resumed run must stay 0.01, got 0.1.*may fall"):
         mg.Trainer.resume(out, learning_rate=0.1, epochs=3).fit(graph())
     summary = mg.Trainer.resume(out, epochs=3, learning_rate=0.001, resume_step=4).fit(graph())
     assert summary.steps == 18
