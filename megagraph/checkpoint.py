@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,6 +114,7 @@ class Checkpoints:
         self.folder = folder
         self._run, self._data, self._keep = run, data, keep
         self._config = json.loads(json.dumps(config or {}, default=str))
+        self.seconds = 0.0  # that the last save took, behind the caller
         self._newest: str | None = None  # written or read last
         self._pending: Future[None] | None = None
         self._thread: ThreadPoolExecutor
@@ -233,7 +235,7 @@ class Checkpoints:
         progress: dict[str, Any],
         opened: dict[str, tuple[BinaryIO, int]],
     ) -> None:
-        folder = self.folder / name
+        folder, started = self.folder / name, time.perf_counter()
 
         def start() -> None:
             self._remove(folder)  # of a save that was killed, or one that load refused
@@ -286,6 +288,7 @@ class Checkpoints:
         )
         checksums = {name: value for part in all_gather(own, self._group) for name, value in part.items()}
         on_rank_zero(commit, self._group)
+        self.seconds = time.perf_counter() - started
 
     def _folders(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if path.name[5:].isdecimal() and not path.is_symlink()]

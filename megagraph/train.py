@@ -473,7 +473,6 @@ class _Epochs:
 
     def save(self) -> None:
         """Begin to write a checkpoint."""
-        started = time.perf_counter()
         phase("save")
         self.checkpoints.save(
             self.step,
@@ -481,7 +480,7 @@ class _Epochs:
             {"step": self.step, "epoch": self.epoch, "batch": self.batch},
             self.run_folder.checkpointed,
         )
-        self.stop.took(time.perf_counter() - started)
+        self.stop.took(self.checkpoints.seconds)
 
     def _leave(self) -> NoReturn:
         """Write a checkpoint and end, on all ranks."""
