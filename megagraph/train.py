@@ -115,12 +115,10 @@ class Trainer:
         """Train, evaluate every epoch, and leave a run folder.
 
         Started by torchrun, the processes share the work as ``config.plan`` says; all of them return the summary, and
-        rank 0 writes the folder.
+        rank 0 writes the folder. A run that is to be resumed and has finished already returns the summary that it has.
 
         Args:
             data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
-
-        A run that has finished already, and is to be resumed, returns the summary that it has.
 
         Raises:
             ValueError: bad data, configuration or plan, on every process alike; nothing has been trained by then.
@@ -134,7 +132,7 @@ class Trainer:
             if (again := on_rank_zero(partial(restarted, config))) is not None:
                 config = replace(config, resume=AUTO, out=again)
             check_equal("the configuration", config.shared_fields())
-            config = on_rank_zero(lambda: _known_plan(config))
+            config = replace(config, **on_rank_zero(partial(_known_plan, config)))
             if config.plan != "auto":
                 config.parallel_plan().check(
                     world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences
@@ -192,7 +190,7 @@ class Trainer:
         mesh = make_mesh(plan, device)
         torch.manual_seed(config.seed)
         model = make_model(config, model_config, None if mesh is None else mesh["cp"])
-        if config.weights is not None and state == "new":
+        if config.weights is not None and (state == "new" or config.weights.is_file()):
             model.to(config.parameter_dtype)
             on_every_rank(partial(_start_from, model, config.weights))
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -266,16 +264,16 @@ def _enter(config: TrainConfig) -> tuple[Run, State]:
     return (own[0] if own else Run(folder, id=id, writes=False)), state
 
 
-def _known_plan(config: TrainConfig) -> TrainConfig:
+def _known_plan(config: TrainConfig) -> dict[str, Any]:
     """A run that goes on with ``--plan auto`` and as many processes as before keeps its plan, and so its numbers."""
     folder = config.out if config.resume == AUTO else config.resume
     if config.plan != "auto" or folder is None or not (folder / "config.json").is_file():
-        return config
+        return {}
     before = Run.to_resume(folder)
     if before.parallel_plan().world_size != world_size():
-        return config
-    layout = {name: getattr(before, name) for name in LAYOUT_FIELDS}
-    return replace(config, pp=None, cp=None, dp=None, memory_gib=None, **layout)
+        return {}
+    nothing = dict.fromkeys(("pp", "cp", "dp", "memory_gib"))
+    return nothing | {name: getattr(before, name) for name in LAYOUT_FIELDS}
 
 
 def _write_configs(
@@ -447,7 +445,8 @@ class _Epochs:
             if state == "started":
                 self._resume(changes)
         except FileNotFoundError as error:
-            if self.config.resume != AUTO:
+            weights = self.config.weights
+            if self.config.resume != AUTO or (weights is not None and not weights.is_file()):
                 raise
             on_rank_zero(self.run_folder.begin_anew)
             if self.run_folder.writes:
