@@ -190,7 +190,7 @@ class Checkpoints:
         refused = []
         for name in on_rank_zero(self._names) if step is None else [f"step-{step:06d}"]:
             try:
-                manifest = self._verify(name)
+                manifest, metadata = self._verify(name)
                 break
             except Exception as error:  # whatever it is: it cannot be used
                 refused.append(f"{name} cannot be used: {error}")
@@ -213,7 +213,7 @@ class Checkpoints:
                 )
         try:
             with _errors_of(folder):
-                dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+                dcp.load(dict(tensors), storage_reader=_Reader(folder, metadata), no_dist=not dist.is_initialized())
         except OSError as error:
             raise ValueError(f"{folder} does not fit this model: {error}") from error
         self._newest = name
@@ -300,8 +300,9 @@ class Checkpoints:
         folders = sorted(self._folders(), key=lambda path: (path.name == first, _step_of(path)), reverse=True)
         return [path.name for path in folders]
 
-    def _verify(self, name: str) -> dict[str, Any]:
-        """The manifest of a checkpoint all of whose files are as they were written; each rank reads some of them."""
+    def _verify(self, name: str) -> tuple[dict[str, Any], Metadata]:
+        """The manifest of a checkpoint all of whose files are as they were written, and what lies where in it; each
+        rank reads some of them."""
         folder = self.folder / name
 
         def read() -> dict[str, Any]:
@@ -313,16 +314,19 @@ class Checkpoints:
             manifest = json.loads((folder / "manifest.json").read_text())
             if manifest["run"] != self._run:
                 raise ValueError("it is one of another run")
+            if not isinstance(manifest["progress"], dict) or not isinstance(manifest["files"], dict):
+                raise ValueError("its manifest names no progress or no files")
+            _ = manifest["data"]
             return manifest
 
-        def check() -> None:
+        def check() -> Metadata:
             for file, expected in own:
                 _check(folder / file, expected)
+            return _metadata_of(folder)
 
         manifest = on_rank_zero(read)
         own = list(manifest["files"].items())[rank() :: world_size()]
-        on_every_rank(check)
-        return manifest
+        return manifest, on_every_rank(check)
 
     def _remove(self, folder: Path) -> None:
         """Remove a checkpoint of this run, finished or not: what its manifest names, or names that we give out."""
@@ -360,21 +364,36 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        values = files.read_json(Path(self.path) / _METADATA, "what lies where in a checkpoint")
-        tensors: dict[str, Any] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
+        return self._metadata
+
+
+def _metadata_of(folder: Path) -> Metadata:
+    """What lies where in a checkpoint; ValueError where its file does not say so."""
+    values = files.read_json(folder / _METADATA, "what lies where in a checkpoint")
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    try:
         for name, tensor in values["tensors"].items():
             chunks = []
             for chunk in tensor["chunks"]:
                 if not _TENSOR_FILE.fullmatch(chunk["file"]):
                     raise ValueError(f"expected {name} in a file of the checkpoint, got {chunk['file']!r}")
-                offsets = torch.Size(chunk["offsets"])
+                offsets, start, length = torch.Size(chunk["offsets"]), int(chunk["start"]), int(chunk["bytes"])
+                if min(start, length, *offsets, *chunk["sizes"]) < 0:
+                    raise ValueError(f"expected {name} at places and of sizes of at least 0, got {chunk}")
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
-                places[MetadataIndex(name, offsets)] = _StorageInfo(chunk["file"], chunk["start"], chunk["bytes"])
-            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+                places[MetadataIndex(name, offsets)] = _StorageInfo(chunk["file"], start, length)
+            dtype = getattr(torch, tensor["dtype"])
+            properties = TensorProperties(dtype=dtype)
             tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
-        return Metadata(tensors, planner_data={name: (name,) for name in tensors}, storage_data=places)
+    except (KeyError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"expected what lies where in a checkpoint in {folder / _METADATA}, got {error!r}") from error
+    return Metadata(tensors, planner_data={name: (name,) for name in tensors}, storage_data=places)
 
 
 @contextmanager

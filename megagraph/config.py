@@ -26,6 +26,9 @@ FREE_FIELDS = (
     "bad_steps", "timeout", "trace", "pp", "cp", "dp", "memory_gib", *LAYOUT_FIELDS,
 )  # fmt: skip
 
+_AT_MOST = {"seed": (1 << 63) - 1, "workers": 1024, "channels": 1024}  # others fit into 32 bits
+_MAX_SECONDS = 1e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -148,6 +151,7 @@ class TrainConfig:
         for name in ("root", "out", "resume", "weights"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        self._check_numbers()
         at_least = {
             1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "epochs", "keep",
                 "bad_steps"),
@@ -175,6 +179,16 @@ class TrainConfig:
         _ = self.limit_seconds
         self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model
         self._check_plan()
+
+    def _check_numbers(self) -> None:
+        """Raise ValueError for a number that is too large for whatever it is passed on to."""
+        for name, value in vars(self).items():
+            most = _AT_MOST.get(name, (1 << 31) - 1)
+            if type(value) is int and value > most:
+                raise ValueError(f"{name} must be at most {most}, got {_short(value)}")
+        for name in ("timeout", "lock_wait"):
+            if getattr(self, name) > _MAX_SECONDS:
+                raise ValueError(f"{name} must be at most {_MAX_SECONDS:g} seconds, got {getattr(self, name)}")
 
     def _check_plan(self) -> None:
         for name in ("pp", "cp", "dp", "memory_gib"):
@@ -269,8 +283,10 @@ class TrainConfig:
             return torch.device("cuda", local_rank)
         try:
             device = torch.device(self.device)
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(f"nothing is computed on {device.type}")
             torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, ValueError) as error:
             raise ValueError(
                 f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}"
             ) from error
@@ -320,14 +336,15 @@ class TrainConfig:
 
 def _seconds(text: str) -> float:
     """Of "3h", "90m", "1h30m", "45s" or, as schedulers write it, "[days-]hours:minutes:seconds"."""
-    words = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text) if text else None
-    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    number = r"(\d{1,9})"
+    words = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text) if text else None
+    clock = re.fullmatch(rf"(?:{number}-)?{number}:(\d\d):(\d\d)", text)
     if words is not None:
         days, (hours, minutes, seconds) = 0, (int(part or 0) for part in words.groups())
     elif clock is not None:
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
     else:
-        raise ValueError(f"time_limit must be as 3h, 90m, 1h30m or 2-12:00:00, got {text!r}")
+        raise ValueError(f"time_limit must be as 3h, 90m, 1h30m or 2-12:00:00, got {_short(text)}")
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -340,3 +357,8 @@ def _integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...
     if len(numbers) != count:
         raise ValueError(f"{name} must be {expected} such as {','.join(map(str, range(1, count + 1)))}, got {text!r}")
     return numbers
+
+
+def _short(value: Any) -> str:
+    shown = hex(value) if isinstance(value, int) and value.bit_length() > 100 else repr(value)
+    return shown if len(shown) <= 100 else f"{shown[:100]}..."

@@ -26,7 +26,7 @@ from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
-from megagraph.run import Run
+from megagraph.run import Run, fill
 
 
 def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
@@ -182,9 +182,9 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     model, weights, table = make_model(config, model_config), opened.weights(), None
     if learned:
         table = NodeTable(model_config.in_features, model_config.dim)
-        table.load_state_dict({"weight": weights.pop("node_table")})
+        fill(table, {"weight": weights.pop("node_table", torch.empty(0))}, opened.folder)
         table.to(config.torch_device(), config.parameter_dtype)
-    model.load_state_dict(weights)
+    fill(model, weights, opened.folder)
     stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
     stage.to(config.torch_device(), config.parameter_dtype)
     nodes = np.arange(graph.num_nodes)

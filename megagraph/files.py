@@ -25,8 +25,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file, which takes the place of ``path`` in one move once it is complete and on disk.
 
     It is written beside it, as NAME.partial, and never through a link.
+
+    Raises:
+        FileExistsError: at ``path`` is something else, such as a folder or a device.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
+        raise FileExistsError(f"expected a file, or nothing, at {path} to write it, got something else; name another")
+    partial = path.parent / f"{path.name}.partial"
     with suppress(FileNotFoundError):
         partial.unlink()  # of a process that was killed
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import psutil
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagraph import files
 from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
@@ -165,6 +165,17 @@ class Run:
         default = TrainConfig()
         layout = {name: getattr(default, name) for name in LAYOUT_FIELDS} if new_plan else {}
         return replace(Run(folder, id=_marker(folder)["id"]).config, **layout, out=folder, resume=folder)
+
+    @classmethod
+    def of(cls, folder: Path) -> Run:
+        """The run in a folder, to read what it has written so far.
+
+        Raises:
+            FileNotFoundError, ValueError: it is not the folder of a run.
+        """
+        if not (folder / "run.json").is_file():
+            raise FileNotFoundError(f"{folder} must be the folder of a run, but it holds no run.json")
+        return cls(folder, id=_marker(folder)["id"])
 
     @classmethod
     def open(cls, folder: Path | str) -> Run:
@@ -356,6 +367,20 @@ def read_weights(path: Path, *, run: str | None = None) -> dict[str, Tensor]:
     if run is not None and notes.get("run") != run:
         raise ValueError(f"expected the weights of this run, got {path}, which has those of another run")
     return weights
+
+
+def fill(model: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
+    """Put weights into a model; ValueError, which names ``where`` they are from, where it is another one."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    if wrong:
+        name = min(wrong)
+        raise ValueError(
+            f"expected the weights of this model in {where}, but {name} has shape {found.get(name)} there and "
+            f"{expected.get(name)} in the model; {len(wrong)} of {len(expected)} tensors differ"
+        )
+    model.load_state_dict(weights)
 
 
 def write_weights(path: Path, weights: dict[str, Tensor], *, run: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ STEP = "train step"
 STAGE = ("stage forward", "stage backward")
 BUBBLE = "bubble"
 SPANS = (*STAGE, "ring step", "exchange wait", BUBBLE, "all-reduce", "optimizer", "stall")
+_AGAIN = "trace the run again"
 _ALIASES = {f"{backend}:all_reduce": "all-reduce" for backend in ("gloo", "nccl")}  # by torch, while it is under way
 
 
@@ -32,52 +35,63 @@ class Span:
     stop: float
 
 
-def recorder(folder: Path, rank: int, *, pipeline: bool = False) -> profile:
+def recorder(folder: Path, rank: int, *, run: str | None = None, pipeline: bool = False) -> profile:
     """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json.gz.
 
-    With ``pipeline`` the waits of this rank's stages for those of other ranks become spans, too.
+    With ``pipeline`` the waits of this rank's stages for those of other ranks become spans, too; ``run`` is noted.
     """
 
     def write(profiler: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{rank}.json.gz"
         profiler.export_chrome_trace(str(path))
+        trace = _load(path) | {"megagraph_run": run}
         if pipeline:
-            name_bubbles(path)
+            name_bubbles(trace)
+        path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=6))
 
     devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     window = profiler_schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=TRACED_STEPS, repeat=1)
     return profile(activities=devices, schedule=window, on_trace_ready=write)
 
 
-def read(folder: Path) -> list[Span]:
+def read(folder: Path, run: str | None = None) -> list[Span]:
     """The named spans of all ranks, by start.
+
+    Args:
+        run: whose they must be.
 
     Raises:
         FileNotFoundError: no traces are there.
-        ValueError: a trace holds no training step.
+        ValueError: a trace is damaged, holds no training step, or is that of another run.
     """
-    files = sorted(folder.glob("rank-*.json.gz"))
+    files = sorted(path for path in folder.glob("rank-*.json.gz") if path.name[5:-8].isdecimal())
     if not files:
         raise FileNotFoundError(f"{folder} must hold the traces of a run, rank-0.json.gz, ...; train with --trace")
     spans = []
     for file in files:
         rank = int(file.name.split(".")[0].split("-")[1])
         trace = _load(file)
-        base = trace.get("baseTimeNanoseconds", 0) * 1e-9
+        if run is not None and trace.get("megagraph_run") != run:
+            raise ValueError(f"expected a trace of this run in {file}, got that of another run; {_AGAIN}")
         own = []
-        for event in _named(trace):
-            start = base + event["ts"] * 1e-6
-            own.append(Span(rank, event["name"], start, start + event["dur"] * 1e-6))
+        try:
+            base = trace.get("baseTimeNanoseconds", 0) * 1e-9
+            for event in _named(trace):
+                start = base + event["ts"] * 1e-6
+                own.append(Span(rank, event["name"], start, start + event["dur"] * 1e-6))
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"expected a trace in {file}, got one that is not whole: {error!r}; {_AGAIN}") from error
+        if not all(math.isfinite(span.start) and math.isfinite(span.stop) for span in own):
+            raise ValueError(f"expected a trace in {file}, got times that are not finite; {_AGAIN}")
         if not any(span.name == STEP for span in own):
             raise ValueError(f"{file} must hold a training step, got none; train for more than {SKIPPED_STEPS} steps")
         spans += own
     return sorted(spans, key=lambda span: span.start)
 
 
-def name_bubbles(path: Path) -> None:
+def name_bubbles(trace: dict[str, Any]) -> None:
     """Add a span to a rank's trace wherever, within a step, its stages wait for the next one to begin."""
-    trace = _load(path)
     events = sorted(_named(trace), key=lambda event: event["ts"])
     for step in (event for event in events if event["name"] == STEP):
         reached = step["ts"]
@@ -87,11 +101,16 @@ def name_bubbles(path: Path) -> None:
                     wait = {"name": BUBBLE, "ts": reached, "dur": event["ts"] - reached, "args": {}}
                     trace["traceEvents"].append(event | wait)
                 reached = max(reached, event["ts"] + event["dur"])
-    path.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=6))
 
 
 def _load(path: Path) -> dict[str, Any]:
-    return json.loads(gzip.decompress(path.read_bytes()))
+    try:
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError) as error:
+        raise ValueError(f"expected a trace in {path}, got a file that cannot be read: {error}; {_AGAIN}") from error
+    if not isinstance(trace, dict):
+        raise ValueError(f"expected a trace in {path}, got {type(trace).__name__}; {_AGAIN}")
+    return trace
 
 
 def _named(trace: dict[str, Any]) -> list[dict[str, Any]]:

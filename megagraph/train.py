@@ -58,7 +58,7 @@ from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
 from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
-from megagraph.run import Run, State, read_weights, restarted
+from megagraph.run import Run, State, fill, read_weights, restarted
 from megagraph.timeline import STEP, recorder
 
 
@@ -290,17 +290,7 @@ def _write_configs(
 
 
 def _start_from(model: GraphTransformer, path: Path) -> None:
-    weights = read_weights(path)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
-    if wrong:
-        name = min(wrong)
-        raise ValueError(
-            f"expected the weights of this model in {path}, but {name} has shape {found.get(name)} there and "
-            f"{expected.get(name)} in the model; {len(wrong)} of {len(expected)} tensors differ"
-        )
-    model.load_state_dict(weights)
+    fill(model, read_weights(path), path)
 
 
 def _out_of_memory(
@@ -420,7 +410,8 @@ class _Epochs:
         self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
         self.optimizers = make_optimizers(pipeline, config)
         in_stages = pipeline.plan.pp > 1
-        self.profiler = recorder(run.folder / "trace", rank(), pipeline=in_stages) if config.trace else None
+        traced = partial(recorder, run.folder / "trace", rank(), run=run.id, pipeline=in_stages)
+        self.profiler = traced() if config.trace else None
         if self.profiler is not None:
             self.profiler.start()
         self.step = 0
@@ -460,6 +451,9 @@ class _Epochs:
         tensors = state.tensors()
         folder, progress = self.checkpoints.load(tensors, self.config.resume_step)
         state.load(tensors)
+        most = {"step": self.total_steps, "epoch": self.config.epochs, "batch": len(self.train_loader.epoch(0))}
+        if not all(type(progress.get(name)) is int and 0 <= progress[name] <= high for name, high in most.items()):
+            raise ValueError(f"expected step, epoch and batch of at most {most} in {folder}, got {progress}")
         self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
         on_rank_zero(lambda: self.run_folder.restore(folder))
         self.history, steps = on_rank_zero(self.run_folder.progress)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import megagraph as mg
+from megagraph import files
 from megagraph.checkpoint import Checkpoints
 from megagraph.data.store import write_store
 from tests import ranks
@@ -43,8 +46,8 @@ def loaded(folder) -> tuple[str, set[float]]:
 def test_save_and_load(tmp_path):
     saved(tmp_path, steps=range(1, 6))
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"latest", "step-000004", "step-000005"}
-    files = {"begun.json", "metadata.json", "__0_0.distcp", "metrics.jsonl", "manifest.json", "committed"}
-    assert {path.name for path in (tmp_path / "checkpoints" / "step-000005").iterdir()} == files
+    names = {"begun.json", "metadata.json", "__0_0.distcp", "metrics.jsonl", "manifest.json", "committed"}
+    assert {path.name for path in (tmp_path / "checkpoints" / "step-000005").iterdir()} == names
     assert loaded(tmp_path) == ("step-000005", {5.0})
 
 
@@ -105,6 +108,45 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys, cas
     message = f"holds no checkpoint to go on from\n  step-000002 cannot be used: {reason}\n  step-000001 cannot"
     with pytest.raises(FileNotFoundError, match=message):
         loaded(tmp_path)
+
+
+def sealed(folder, name, edit) -> None:
+    """Change a JSON file of a checkpoint as one who also makes the checksums anew."""
+    values = json.loads((folder / name).read_text())
+    edit(values)
+    if name == "metadata.json":
+        values.pop("checksum")
+        files.write_json(folder / name, values)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["files"][name] = files.checksum(folder / name)
+        values = manifest
+    files.write(folder / "manifest.json", json.dumps(values))
+    files.write(folder / "committed", files.checksum(folder / "manifest.json"))
+
+
+NO_METADATA = "metadata.json", "expected what lies where in a checkpoint in .*, got "
+HOSTILE = {
+    "no tensors": (*NO_METADATA, lambda values: values.pop("tensors")),
+    "a chunk that is none": (*NO_METADATA, lambda values: values["tensors"]["a"].update(chunks=[10**30])),
+    "a dtype that is none": (*NO_METADATA, lambda values: values["tensors"]["a"].update(dtype="magic")),
+    "a size of text": (*NO_METADATA, lambda values: values["tensors"]["a"].update(size=["x"])),
+    "before the file": (
+        "metadata.json",
+        "expected a at places and of sizes of at least 0, got",
+        lambda values: values["tensors"]["a"]["chunks"][0].update(start=-1),
+    ),
+    "no progress": ("manifest.json", "its manifest names no progress or no files", lambda v: v.update(progress=3)),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_checkpoint_whose_checksums_are_right_but_not_its_fields(tmp_path, capsys, case):
+    name, message, edit = HOSTILE[case]
+    saved(tmp_path)
+    sealed(tmp_path / "checkpoints" / "step-000002", name, edit)
+    assert loaded(tmp_path) == ("step-000001", {1.0})
+    said = capsys.readouterr().err
+    assert re.match(f"megagraph: warning: step-000002 cannot be used: {message}", said) and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("damage", [flip, cut, remove])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -21,6 +22,16 @@ def test_a_file_is_replaced_in_one_move_or_not_at_all(tmp_path):
     files.write(path, "two")
     assert path.read_text() == "two"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(FileExistsError, match=f"expected a file, or nothing, at .*{name} to write it"):
+            files.write(tmp_path / name, "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

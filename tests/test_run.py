@@ -19,7 +19,7 @@ import torch
 import megagraph as mg
 from megagraph.config import AUTO
 from megagraph.lock import Lock
-from megagraph.run import Run
+from megagraph.run import Run, fill
 from tests.checkpoint_cases import config, graph, outcome, stop_at
 
 
@@ -453,3 +453,11 @@ def test_a_signal_or_the_time_limit_loses_and_repeats_no_step(tmp_path, undistur
     mg.Trainer.resume(out).fit()
     assert outcome(out)["lines"] == undisturbed["lines"]
     assert all(torch.equal(x, undisturbed["weights"][name]) for name, x in outcome(out)["weights"].items())
+
+
+@pytest.mark.parametrize(
+    "found", [{}, {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}, {"other": torch.zeros(1)}]
+)
+def test_weights_of_another_model_are_one_error(found):
+    with pytest.raises(ValueError, match=r"expected the weights of this model in there, but \w+ has shape .* differ"):
+        fill(torch.nn.Linear(2, 3), found, Path("there"))

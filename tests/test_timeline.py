@@ -13,6 +13,8 @@ import pytest
 
 import megagraph as mg
 from megagraph import timeline
+from megagraph.cli.plot import plot_timeline
+from megagraph.run import Run
 
 # rank: (name, start, stop) in ms; one step each, of a pipeline of two stages and two micro-batches
 KNOWN = {
@@ -63,7 +65,9 @@ def test_waits_between_stages_become_spans(tmp_path):
     folder = write_traces(tmp_path / "trace")
     before = timeline.read(folder)
     for path in folder.iterdir():
-        timeline.name_bubbles(path)
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        timeline.name_bubbles(trace)
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
     spans = timeline.read(folder)
     waits = [(s.rank, round(s.start, 6), round(s.stop, 6)) for s in spans if s.name == timeline.BUBBLE]
     assert waits == [(1, 0.002, 0.01), (0, 0.02, 0.05)]
@@ -91,6 +95,32 @@ def test_traces_that_are_not_there(tmp_path):
         timeline.read(folder)
 
 
+BAD_TRACES = {
+    "empty": (b"", "expected a trace in .*rank-0.json.gz, got a file that cannot be read"),
+    "cut": (gzip.compress(b"{}" * 100)[:-12], "expected a trace in .*, got a file that cannot be read"),
+    "no archive": (b"hello", "expected a trace in .*, got a file that cannot be read: Not a gzipped file"),
+    "damaged": (gzip.compress(b"{}")[:10] + bytes(20), "expected a trace in .*, got a file that cannot be read"),
+    "text": (gzip.compress(b"hello"), "expected a trace in .*, got a file that cannot be read"),
+    "list": (gzip.compress(b"[]"), "expected a trace in .*, got list; trace the run again"),
+    "object": (gzip.compress(b"{}"), r"expected a trace in .*, got one that is not whole: KeyError\('traceEvents'\)"),
+    "of another kind": (gzip.compress(b'{"traceEvents": 3}'), "expected a trace in .*, got one that is not whole"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TRACES)
+def test_a_trace_that_is_none(tmp_path, case):
+    content, message = BAD_TRACES[case]
+    (write_traces(tmp_path / "trace") / "rank-0.json.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        timeline.read(tmp_path / "trace")
+
+
+def test_a_trace_of_another_run(tmp_path):
+    folder = write_traces(tmp_path / "trace")
+    with pytest.raises(ValueError, match=r"expected a trace of this run in .*rank-0.json.gz, got that of another run"):
+        timeline.read(folder, run="mine")
+
+
 def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     run = tmp_path / "run"
@@ -104,10 +134,13 @@ def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
     assert "bubble of gpipe, 2 ranks x 1 stages, 2 micro-batches: measured" in done.stdout
     assert "in theory 33.3%" in done.stdout
     assert (run / "timeline.png").stat().st_size > 10_000
-    spans = timeline.read(run / "trace")
+    spans = timeline.read(run / "trace", Run.of(run).id)
     for rank in range(4):
         own = [span for span in spans if span.rank == rank]
         assert {span.name for span in own} == {*timeline.SPANS, timeline.STEP}
         assert sum(span.name == timeline.STEP for span in own) == 2  # the third and the fourth
     steps = [next(s for s in spans if s.rank == rank and s.name == timeline.STEP) for rank in range(4)]
     assert max(s.start for s in steps) < min(s.stop for s in steps), "the clocks of the ranks differ"
+    (run / "trace" / "rank-3.json.gz").unlink()
+    with pytest.raises(ValueError, match=r"expected traces of the ranks 0\.\.3 in .*, got \[0, 1, 2\]"):
+        plot_timeline(run).run()

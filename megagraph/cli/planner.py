@@ -19,6 +19,8 @@ from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
 from megagraph.planner.split import gib, paper_seconds
 
+_MAX_SECONDS = 86400  # a day
+
 
 def profile(
     config: Annotated[TrainConfig, tyro.conf.arg(name="")],
@@ -33,6 +35,9 @@ def profile(
         seconds: about how long it may take.
         cache: read and keep profiles in ~/.cache/megagraph, by device, versions, model and workload.
     """
+
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise ValueError(f"seconds must be above 0 and at most {_MAX_SECONDS}, got {seconds}")
 
     def job() -> None:
         from megagraph.auto import CACHE, measure

@@ -12,6 +12,7 @@ from megagraph.cli.planner import read_rows, run_search
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import check_rows
 from megagraph.planner.plan import Plan
+from megagraph.run import Run
 
 
 def plot_timeline(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
@@ -26,10 +27,12 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, out: Path | None = None
         from megagraph import plots, timeline
 
         path = run / "timeline.png" if out is None else out
-        spans = timeline.read(run / "trace")
+        opened = Run.of(run)
+        plan, spans = opened.config.parallel_plan(), timeline.read(run / "trace", opened.id)
+        if (ranks := sorted({span.rank for span in spans})) != [*range(plan.world_size)]:
+            raise ValueError(f"expected traces of the ranks 0..{plan.world_size - 1} in {run / 'trace'}, got {ranks}")
         plots.timeline(spans, path)
         print(path)
-        plan = Plan.load(run / "plan.json")
         if plan.pp > 1:
             measured, theory = timeline.measured_bubble(spans), timeline.bubble_in_theory(plan)
             print(

@@ -39,6 +39,11 @@ def generate(folder: Path | str, *, nodes: int, edges: int, features: int, class
         ValueError: sizes that leave no room for the blocks or the edges.
         FileExistsError, OSError: as ``new_store``.
     """
+    for name, value in (("nodes", nodes), ("features", features), ("classes", classes)):
+        if value >= 1 << 31:
+            raise ValueError(f"expected {name} below 2^31, got {value}")
+    if seed < 0:
+        raise ValueError(f"expected a seed of at least 0, got {seed}")
     most = nodes * min(_MAX_DEGREE // 2, (nodes - 1) // 8)
     if classes < 2 or nodes < 8 * classes or features < 1:
         raise ValueError(

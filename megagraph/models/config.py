@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from megagraph import files
 
+# what nobody could build, in time or in memory; others fit into 32 bits
+_AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 24}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -49,10 +52,12 @@ class ModelConfig:
         for name in ("in_features", "num_classes", "layers", "dim", "ffn_dim", "heads", "bias_size", "max_degree"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if getattr(self, name) > (most := _AT_MOST.get(name, (1 << 31) - 1)):
+                raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if self.dim % self.heads:
             raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
-        if self.global_tokens < 0:
-            raise ValueError(f"global_tokens must be 0 or more, got {self.global_tokens}")
+        if not 0 <= self.global_tokens < 1 << 31:
+            raise ValueError(f"global_tokens must be 0 or more and below 2^31, got {self.global_tokens}")
         for name in ("dropout", "input_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

@@ -59,6 +59,11 @@ class Workload:
         for name, low in lows.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+            if getattr(self, name) >= 1 << 31:
+                raise ValueError(f"{name} must be below 2^31, got {getattr(self, name)}")
+        for name in ("mean_nodes", "feature_rows"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True)

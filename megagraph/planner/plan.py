@@ -165,4 +165,7 @@ class Plan:
             FileNotFoundError, ValueError: the file is not there, not as it was written, or no plan; one that was
                 written by hand needs no checksum.
         """
-        return files.typed(cls, files.read_json(Path(path), "a plan", by_hand=True), "a plan")
+        values = files.read_json(Path(path), "a plan", by_hand=True)
+        if not values:
+            raise ValueError(f"expected a plan with pp, cp, dp or more, got {{}} in {path}")
+        return files.typed(cls, values, "a plan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance
 KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
 HEADROOM = 0.08  # of the memory limit, left for what the model does not know
 MAX_MICROBATCHES = 64
+MAX_PROCESSES = 1 << 20
 SIMULATED = 20  # candidates without a closed form whose schedule is run on paper
 
 
@@ -73,6 +75,8 @@ def search(
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
+    if world_size > MAX_PROCESSES:
+        raise ValueError(f"world_size must be at most {MAX_PROCESSES}, got {world_size}")
     if not memory_limit_bytes > 0:
         raise ValueError(f"memory_limit_bytes must be above 0, got {memory_limit_bytes}")
     given = workload or cost.workload
@@ -127,7 +131,8 @@ def _key(plan: Plan) -> tuple[Any, ...]:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
 
 
 def shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping[str, Any]) -> Iterator[Plan]:

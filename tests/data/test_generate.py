@@ -66,6 +66,9 @@ def test_chunks_cover_all_edges(chunk, tmp_path, monkeypatch):
         ({"nodes": 39}, "expected classes >= 2, nodes >= 8"),
         ({"features": 0}, "features >= 1, got 5, 6000 and 0"),
         ({"edges": 300_001}, r"expected 1\.\.300000 edges on 6000 nodes, got 300001"),
+        ({"nodes": 10**30}, r"expected nodes below 2\^31, got 1000"),
+        ({"features": 1 << 31}, r"expected features below 2\^31, got 2147483648"),
+        ({"seed": -1}, "expected a seed of at least 0, got -1"),
         ({"edges": 0}, r"expected 1\.\.300000 edges"),
     ],
 )
