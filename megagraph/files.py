@@ -103,7 +103,7 @@ def parse_json(path: Path, what: str, again: str = "write it again") -> Any:
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected {what}, but {path} is not a whole JSON file ({error}); {again}") from error
+        raise ValueError(f"expected {what}, got {path}, which is not a whole JSON file ({error}); {again}") from error
 
 
 def add_checksum(values: dict[str, Any]) -> dict[str, Any]:
