@@ -515,7 +515,8 @@ class _Epochs:
                 self.checkpoints.check()
                 if self.stop.leave:
                     self._leave()
-                if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+                every = self.config.checkpoint_every
+                if every and self.step % every == 0 and not self.bad_steps:  # one from before them stays longer
                     self.save()
                 started += time.perf_counter() - saving
             phase("next batch")
@@ -605,11 +606,13 @@ class _Epochs:
         rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
         of_features = "; its features are not finite" if any(rows) else ""
         what, value = ("norm of the gradient", first[1]) if math.isfinite(first[0]) else ("loss", first[0])
+        layers = ", ".join(named[:3]) + (" and more" if len(named) > 3 else "")
         raise FloatingPointError(
             f"the {what} of step {self.step - len(self.bad_steps) + 1} is {value}; lower --learning-rate (now "
             f"{learning_rate:.2e}), or look for extreme values in the features. {len(self.bad_steps)} steps in a row "
             f"were skipped, the last one batch {self.batch - 1} of epoch {self.epoch}, loss {last[0]}{of_features}; "
-            f"not finite is the gradient of {', '.join(named[:3]) or 'nothing'}{' and more' if len(named) > 3 else ''}"
+            f"not finite is the gradient of {layers or 'nothing'}. "
+            f"To go on from before: --resume {self.run_folder.folder} --resume-step N with a lower --learning-rate"
         )
 
 

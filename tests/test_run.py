@@ -330,8 +330,19 @@ def test_too_many_of_them_end_the_run_with_the_layer_and_the_batch(tmp_path, mon
     assert mg.Trainer.resume(tmp_path / "run", learning_rate=1e-3).fit(graph()).steps == 18
 
 
-@pytest.mark.parametrize(("step", "saved"), [(14, 12), (17, 16)], ids=["then a save", "then an evaluation"])
-def test_weights_that_are_not_finite_are_never_kept(tmp_path, monkeypatch, step, saved):
+def test_a_run_that_has_diverged_goes_on_from_before_with_a_lower_rate(tmp_path):
+    """Its newest checkpoint has finite weights, of which nothing but NaN comes."""
+    with pytest.raises(
+        FloatingPointError, match=r"lower --learning-rate .*--resume-step N with a lower --learning-rate"
+    ):
+        mg.Trainer(config(tmp_path / "run", learning_rate=1e30, checkpoint_every=1, dtype="fp32")).fit(graph())
+    with pytest.raises(FloatingPointError):
+        mg.Trainer.resume(tmp_path / "run").fit(graph())
+    assert mg.Trainer.resume(tmp_path / "run", learning_rate=1e-3, resume_step=0).fit(graph()).steps == 18
+
+
+@pytest.mark.parametrize("step", [14, 17], ids=["then a save", "then an evaluation"])
+def test_weights_that_are_not_finite_are_never_kept(tmp_path, monkeypatch, step):
     every = 1 if step == 14 else 16
     with_nan(monkeypatch, {step}, "weight")
     with pytest.raises(FloatingPointError, match=r"is not finite, and a checkpoint of it|the weights are not"):
