@@ -164,7 +164,7 @@ def test_bucket_bias():
         (dict(heads=3), "heads must divide dim = 16, got 3"),
         (dict(layers=0), "layers must be at least 1, got 0"),
         (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
-        (dict(global_tokens=-1), "global_tokens must be 0 or more, got -1"),
+        (dict(global_tokens=-1), r"global_tokens must be 0 or more and below 2\^31, got -1"),
     ],
 )
 def test_bad_config(changes, message):
