@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 import megagraph as mg
 from megagraph.config import AUTO
@@ -364,6 +366,23 @@ def test_running_out_of_memory_says_what_to_turn(tmp_path, monkeypatch):
         match=r"out of memory on rank 0 in forward and backward \(step 0\), plan 1,1,1, at \d.*--checkpoint",
     ):
         mg.Trainer(config(tmp_path / "run")).fit(graph())
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    real, saves = FileSystemWriter.write_data, []
+
+    def write_data(*arguments):
+        saves.append(threading.current_thread())
+        if len(saves) == 3:
+            raise OSError("no room")
+        return real(*arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    with pytest.raises(OSError, match=r"step-000004 \(rank 0\): no room"):
+        mg.Trainer(config(tmp_path / "run")).fit(graph())
+    assert threading.main_thread() not in saves and len(set(saves)) == len(saves) == 3
+    monkeypatch.undo()
+    assert mg.Trainer.resume(tmp_path / "run").fit(graph()).steps == 18
 
 
 def test_a_second_run_in_the_same_folder_waits_and_is_told(tmp_path):
