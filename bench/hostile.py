@@ -1,8 +1,8 @@
 """Generated input that is wrong, for `python -m bench.damage --bad-input`: flags, .npz contents, headers, JSON files.
 
-Hypothesis draws the cases, the same ones for the same seed. Paths stay in the working directory, no data set is
-downloaded, and numbers that ask for honest work without end, such as 10^6 layers, are not drawn: they are small, or so
-large that no machine could do it. `profile` shares the flags of `train` and takes 20 s: only its own are drawn.
+Hypothesis draws the cases, the same ones for the same seed and sources. Paths stay in the working directory, no data
+set is downloaded, and numbers that ask for honest work without end, such as 10^6 layers, are not drawn: they are small,
+or so large that no machine could do it. `profile` shares the flags of `train` and takes 20 s: only its own are drawn.
 """
 
 from __future__ import annotations

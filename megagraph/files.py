@@ -142,6 +142,8 @@ def typed(kind: type[T], values: dict[str, Any], what: str) -> T:
     except (TypeError, AttributeError, OverflowError) as caught:  # a type that the checks of its values do not expect
         error = caught
     for name, value in fields.items():
+        if isinstance(value, bool) and bool not in (hints[name], *get_args(hints[name])):  # Python's bool is an int
+            raise ValueError(f"expected {what} whose {name} is right, got {value!r}: it is no {hints[name]}")
         try:
             check_type(value, hints[name])
         except TypeCheckError as wrong:

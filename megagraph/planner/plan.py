@@ -11,6 +11,8 @@ from megagraph import files
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
+_MOST = {"stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}  # a schedule is made of all of these
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -55,6 +57,8 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value > (most := _MOST.get(name, 1 << 20)):
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.comm not in ("ring", "allgather"):
             raise ValueError(f"comm must be 'ring' or 'allgather', got {self.comm!r}")
         if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):

@@ -97,6 +97,8 @@ BAD = {
     "plan file": (plan_file('{"pp": 2, "tp": 8}'), r"must hold a plan with the fields .*got {'pp': 2, 'tp': 8}"),
     "plan file empty": (plan_file("{}"), "expected a plan with pp, cp, dp or more, got {} in"),
     "plan file truncated": (plan_file('{"pp": 2,'), r"is not a whole JSON file"),
+    "plan file bool": (plan_file('{"pp": true}'), "expected a plan whose pp is right, got True: it is no "),
+    "plan file huge": (plan_file('{"pp": 2, "num_microbatches": 16000000}'), "num_microbatches must be at most 16384"),
     "plan file text": (plan_file('{"pp": "2"}'), "pp must be an integer of at least 1, got '2'"),
     "no processes": (searched(world_size=0), "world_size must be an integer of at least 1, got 0"),
     "too many processes": (searched(world_size=10**30), "world_size must be at most 1048576, got 10000"),
