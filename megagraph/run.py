@@ -385,11 +385,12 @@ def fill(model: nn.Module, weights: dict[str, Tensor], where: Path) -> None:
 
 def write_weights(path: Path, weights: dict[str, Tensor], *, run: str) -> None:
     """Write named tensors as a safetensors file that knows its run and its checksum."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     weights = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     with files.replacing(path) as file:
-        save_file(weights, file.name, metadata={"run": run, "checksum": _of_weights(weights, run)})
+        # not save_file, which renames a file of its own into place, with a mode of its own and not synced
+        file.write(save(weights, metadata={"run": run, "checksum": _of_weights(weights, run)}))
 
 
 def _of_weights(weights: dict[str, Tensor], run: str | None) -> str:

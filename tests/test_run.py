@@ -321,6 +321,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, monkeypatch,
     assert [line["step"] for line in lines if line["loss"] is None] == [2, 4, 5]
     assert "warning: step 2 was skipped" in capsys.readouterr().err
     assert all(x.isfinite().all() for x in Run.open(tmp_path / "run").weights().values())
+    modes = {(tmp_path / "run" / name).stat().st_mode for name in ("model.safetensors", "config.json", "metrics.jsonl")}
+    assert len(modes) == 1  # whoever may read one may read the others
 
 
 def test_too_many_of_them_end_the_run_with_the_layer_and_the_batch(tmp_path, monkeypatch):
