@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,6 +53,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one proces
 
 _METADATA = "metadata.json"
 _TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
+_FILES = {_METADATA, "metrics.jsonl", "model.safetensors", "begun.json", "manifest.json", "committed"}
 
 
 class TrainingState:
@@ -205,10 +206,10 @@ class Checkpoints:
                 f"a resumed run needs the data it was started on: their fingerprint was {manifest['data']}, got "
                 f"{self._data}; pass the --dataset and --root of the run, or train anew with another --out"
             )
-        for name, value in manifest["config"].items():
-            if self._config.get(name, value) != value:
+        for field, value in manifest["config"].items():
+            if self._config.get(field, value) != value:
                 raise ValueError(
-                    f"{folder} was written by a run whose {name} was {value!r}, got {self._config[name]!r}; "
+                    f"{folder} was written by a run whose {field} was {value!r}, got {self._config[field]!r}; "
                     "its config.json has been replaced"
                 )
         try:
@@ -239,9 +240,11 @@ class Checkpoints:
 
         def start() -> None:
             self._remove(folder)  # of a save that was killed, or one that load refused
+            if folder.exists() and any(_is_ours(path.name) or path.name == ".metadata" for path in folder.iterdir()):
+                aside = next(path for i in count(1) if not (path := folder.with_name(f"{name}-aside-{i}")).exists())
+                folder.rename(aside)
+                print(f"megagraph: warning: {folder} was not written by this run, it is now {aside}", file=sys.stderr)
             folder.mkdir(parents=True, exist_ok=True)
-            if others := sorted(path.name for path in folder.iterdir()):
-                raise FileExistsError(f"{folder} holds files that are none of ours: {', '.join(others[:3])}")
             files.write_json(folder / "begun.json", {"run": self._run})
             for file_name, (file, size) in opened.items():
                 file.seek(0)
@@ -282,7 +285,7 @@ class Checkpoints:
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
             )
-        names = on_rank_zero(lambda: sorted(path.name for path in folder.iterdir()), self._group)
+        names = on_rank_zero(lambda: sorted(path.name for path in folder.iterdir() if _is_ours(path.name)), self._group)
         own = on_every_rank(
             lambda: {name: files.checksum(folder / name) for name in names[rank() :: world_size()]}, self._group
         )
@@ -333,12 +336,9 @@ class Checkpoints:
         with suppress(OSError, ValueError, KeyError):
             if files.read_json(folder / "begun.json", "a checkpoint")["run"] != self._run:
                 return
-            found = {path.name for path in folder.iterdir()}
-            ours = {name for name in found if _TENSOR_FILE.fullmatch(name)} | {_METADATA, "metrics.jsonl"}
-            ours |= {"model.safetensors", "manifest.json"}
-            ours |= {f"{name}.partial" for name in ours}
+            ours = {path.name for path in folder.iterdir() if _is_ours(path.name)} - {"begun.json"}
             # the marks of what it is first and last: whoever is killed here leaves what can be removed
-            for part in (["committed", "committed.partial"], ours, ["begun.json", "begun.json.partial"]):
+            for part in (["committed"], ours, ["begun.json"]):
                 files.remove(folder, part)
 
 
@@ -431,6 +431,12 @@ def _check_finite(tensors: dict[str, Tensor]) -> None:
                 f"{name} is not finite, and a checkpoint of it would be of no use; "
                 "go on from an earlier one with a lower --learning-rate"
             )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a file of a checkpoint may have this name."""
+    name = name.removesuffix(".partial")
+    return name in _FILES or _TENSOR_FILE.fullmatch(name) is not None
 
 
 def _step_of(folder: Path) -> int:

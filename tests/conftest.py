@@ -2,6 +2,7 @@ import os
 import shutil
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,11 @@ _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  #
 
 
 def _children() -> list[int]:
-    return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    found = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found += map(int, task.read_text().split())
+    return found
 
 
 def _command(pid: int) -> str:

@@ -330,3 +330,13 @@ def test_other_data_are_refused(tmp_path, stopped_run):
     shutil.copytree(stopped_run, tmp_path / "run")
     with pytest.raises(ValueError, match="needs the data it was started on: in_features was 8, got 5"):
         mg.Trainer.resume(tmp_path / "run").fit(replace(graph(), features=graph().features[:, :5]))
+
+
+def test_a_checkpoint_that_is_not_ours_any_more_is_put_aside(tmp_path, stopped_run, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(stopped_run, run)
+    for name in ("begun.json", "metadata.json"):
+        flip(run / "checkpoints/step-000002" / name)
+    assert mg.Trainer.resume(run).fit(graph()).steps == 18
+    assert "step-000002 was not written by this run, it is now " in capsys.readouterr().err
+    assert (run / "checkpoints/step-000002-aside-1/begun.json").exists()

@@ -266,8 +266,7 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path):
     (step / "committed").write_text(xxhash.xxh3_128_hexdigest((step / "manifest.json").read_bytes()))
     assert pickle.loads((step / ".metadata").read_bytes()) and planted.exists()  # the plant would work
     planted.unlink()
-    with pytest.raises(ValueError, match="step-000002 does not fit this model"):
-        mg.Trainer.resume(run).fit(graph())
+    assert mg.Trainer.resume(run).fit(graph()).steps == 18
     assert not planted.exists()
 
 
