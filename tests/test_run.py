@@ -400,7 +400,8 @@ def start(*arguments: object) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=64, device="cpu", epochs=2)
+# long enough that a run has not ended when a busy machine comes round to its signal
+SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=12, device="cpu", epochs=2)
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
@@ -430,6 +431,8 @@ def test_loader_workers_do_not_hold_the_lock_of_a_rank_that_was_killed(tmp_path)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
+    process.stdout.close()
+    process.stderr.close()
     assert any(child.is_running() for child in children)
     Lock(out, wait_seconds=0.5).release()
     psutil.wait_procs(children, timeout=30)
