@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -67,6 +68,9 @@ def stop_at(step: int | None):
 
     with patch.object(train._Epochs, "_train_step", train_step), suppress(Stopped):
         yield
+    for thread in threading.enumerate():  # a process that is killed has none; one that lives must not fork beside it
+        if thread.name.startswith("megagraph-checkpoint"):
+            thread.join()
 
 
 def outcome(run: Path) -> dict[str, Any]:
