@@ -401,7 +401,7 @@ def start(*arguments: object) -> subprocess.Popen:
 
 
 # long enough that a run has not ended when a busy machine comes round to its signal
-SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=4, device="cpu", epochs=2)
+SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=7, device="cpu", epochs=2)
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
