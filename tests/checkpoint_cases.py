@@ -68,7 +68,7 @@ def stop_at(step: int | None):
 
     with patch.object(train._Epochs, "_train_step", train_step), suppress(Stopped):
         yield
-    for thread in threading.enumerate():  # a process that is killed has none; one that lives must not fork beside it
+    for thread in threading.enumerate():  # a process that is killed has none
         if thread.name.startswith("megagraph-checkpoint"):
             thread.join()
 

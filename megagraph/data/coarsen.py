@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
-import multiprocessing
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +12,12 @@ import scipy.sparse as sp
 
 from megagraph.data import cache
 from megagraph.data.datasets import Graph, csr_arrays
+from megagraph.data.metis import metis
 
 Method = Literal["auto", "metis", "propagation"]
 
 _CHUNK_NODES = 1 << 16
 _METIS_EDGES = 1 << 26  # directed ones; METIS takes about 80 bytes each
-_MESSAGE_BYTES, _DONE = 1000, "done"  # of the process that METIS runs in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,7 +46,7 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
     Kept in the folder of a graph that comes from a store, and read from there the next time.
 
     Args:
-        method: "metis" (Karypis & Kumar 1998), "propagation" (``megagraph.data.propagate``), which takes far less
+        method: "metis" (``megagraph.data.metis``), "propagation" (``megagraph.data.propagate``), which takes far less
             memory, or "auto": METIS up to 2^26 directed edges.
     """
     if not 1 <= num_parts <= graph.num_nodes:
@@ -64,7 +61,7 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
         if kept is not None and _is_partition(kept, num_parts):
             return kept
     if method == "metis":
-        parts = _metis(num_parts, graph.indptr, graph.indices)
+        parts = metis(num_parts, graph.indptr, graph.indices)
     else:
         from megagraph.data.propagate import propagate  # numba takes a second to import
 
@@ -78,63 +75,6 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
 def _is_partition(parts: np.ndarray, num_parts: int) -> bool:
     """In at most ``num_parts`` parts, numbered without gaps."""
     return 0 <= parts.min() <= parts.max() < num_parts and bool(np.bincount(parts).all())
-
-
-def _metis(
-    num_parts: int,
-    indptr: np.ndarray,
-    indices: np.ndarray,
-    sizes: np.ndarray | None = None,
-    edge_weights: np.ndarray | None = None,
-) -> np.ndarray:
-    import pymetis
-
-    def run() -> np.ndarray:
-        dtype = pymetis.zero_copy_dtype()
-        adjacency = pymetis.CSRAdjacency(indptr.astype(dtype, copy=False), indices.astype(dtype, copy=False))
-        _, parts = pymetis.part_graph(
-            num_parts, adjacency=adjacency, vweights=sizes, eweights=edge_weights, options=pymetis.Options(seed=0)
-        )
-        return np.asarray(parts, np.int32)
-
-    # METIS may leave parts empty, above all where there are hardly more nodes than parts
-    return np.unique(_in_a_child(run, len(indptr) - 1), return_inverse=True)[1].astype(np.int32)
-
-
-def _in_a_child(run_metis: Callable[[], np.ndarray], num_nodes: int) -> np.ndarray:
-    """What METIS finds in a copy of this process, whose memory is shared until it writes -> int32 [num_nodes].
-
-    Here it would hold the GIL for as long as it takes, and a SIGTERM meanwhile, which it takes for an error of its own,
-    would make it deadlock or return parts of no meaning.
-
-    Raises:
-        ChildProcessError: it failed or was killed.
-    """
-    if "fork" not in multiprocessing.get_all_start_methods():  # Windows
-        return run_metis()
-    # no pipe: another child of this process may hold its other end, and it would not end with the one that METIS is in
-    memory = mmap.mmap(-1, 4 * num_nodes + _MESSAGE_BYTES)
-
-    def run() -> None:
-        try:
-            memory[: 4 * num_nodes] = run_metis().tobytes()
-            message = _DONE
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-        encoded = message.encode()[:_MESSAGE_BYTES]
-        memory[4 * num_nodes : 4 * num_nodes + len(encoded)] = encoded
-
-    child = multiprocessing.get_context("fork").Process(target=run, daemon=True)
-    child.start()
-    try:
-        child.join()
-    finally:
-        child.kill()  # where an interrupt ended the wait
-        child.join()
-    if (message := memory[4 * num_nodes :].rstrip(b"\0").decode(errors="replace")) != _DONE:
-        what = message or f"its process ended with exit code {child.exitcode}, -9 where memory ran out"
-        raise ChildProcessError(f"METIS failed: {what}; method 'propagation' takes less memory")
-    return np.frombuffer(memory, np.int32, num_nodes)
 
 
 def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np.ndarray, sp.csr_array]:
@@ -152,7 +92,7 @@ def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np
     between = edges.copy()
     between.setdiag(0)
     between.eliminate_zeros()
-    parts = _metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))
+    parts = metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))
     one_hot = sp.csr_array((np.ones(len(size), np.float32), parts, np.arange(len(size) + 1)))
     merged = sp.csr_array(one_hot.T @ edges @ one_hot)
     merged.sort_indices()

@@ -64,6 +64,8 @@ class Loader:
             # a generator of its own, or every epoch would draw from the model's random numbers
             generator=torch.Generator().manual_seed(seed),
         )
+        if num_workers:  # they start now: a fork beside the threads of a save or a step may deadlock
+            iter(self._loader)
 
     @property
     def num_nodes(self) -> int:

@@ -1,6 +1,7 @@
 from dataclasses import fields
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -395,6 +396,17 @@ def test_batches_depend_on_seed_and_epoch_only(graph, batching, num_workers):
     for start in (1, len(expected) - 1, len(expected)):
         assert digest(0, 1, num_workers, start) == expected[start:]
     assert (torch.get_rng_state() == before).all()
+
+
+def test_workers_start_with_their_loader(graph):
+    """Later there are threads beside which a fork may deadlock."""
+    before = set(psutil.Process().children())
+    loader = Loader(prepare(graph, k=4), np.arange(40), batch_size=8, seed=0, shuffle=True, num_workers=2)
+    workers = set(psutil.Process().children()) - before
+    assert len(workers) == 2
+    for epoch in range(2):
+        assert sum(1 for _ in loader.epoch(epoch)) == 5
+    assert set(psutil.Process().children()) - before == workers
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])

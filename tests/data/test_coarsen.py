@@ -1,12 +1,11 @@
-import faulthandler
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
-from unittest.mock import patch
 
 import numpy as np
-import pymetis
+import psutil
 import pytest
 
 from megagraph.data.coarsen import (
@@ -49,64 +48,98 @@ def test_coarse_graph_is_the_formula(graph, num_parts):
     assert coarse.features.dtype == coarse.adjacency.dtype == np.float32
 
 
-def no_memory(*_, **__):
-    raise MemoryError("no room")
-
-
 METIS_FAILS = {
-    "killed": (lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL), "its process ended with exit code -9, -9 where"),
-    "aborted": (
-        lambda *_, **__: (faulthandler.disable(), os.abort()),
-        "its process ended with exit code -6, -9 where memory ran out",
-    ),
-    "ended": (lambda *_, **__: os._exit(0), "its process ended with exit code 0"),
-    "error": (no_memory, "METIS failed: MemoryError: no room"),
-    "parts of other nodes": (lambda *_, **__: (0, [1, 2]), "METIS failed: .*Error: "),
+    "killed": ("os.kill(os.getpid(), 9)", "its process ended with exit code -9, -9 where memory ran out"),
+    "aborted": ("os.abort()", "its process ended with exit code -6, -9 where memory ran out"),
+    "ended": ("os._exit(3)", "its process ended with exit code 3"),
+    "error": ("raise MemoryError('no room')", "MemoryError: no room"),
+    "no parts": ("return 0, [1, 2]", "RuntimeError: expected the parts of 300 nodes, got 2"),
 }
 
 
-@pytest.mark.parametrize(("part_graph", "message"), METIS_FAILS.values(), ids=METIS_FAILS)
-def test_metis_that_fails_is_one_error(part_graph, message, graph, capfd):
+@pytest.fixture
+def part_graph(tmp_path, monkeypatch):
+    """Put a function of this body in the place of METIS, in whatever process it is imported."""
+
+    def replace(body: str) -> None:
+        lines = (
+            "import os, pathlib, signal, sys, time",
+            "import numpy as np",
+            "Options = CSRAdjacency = lambda *_, **__: None",
+            "zero_copy_dtype = lambda: np.int64",
+            f"def part_graph(num_parts, **_): {body}",
+        )
+        (tmp_path / "pymetis.py").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return replace
+
+
+@pytest.mark.parametrize(("body", "message"), METIS_FAILS.values(), ids=METIS_FAILS)
+def test_metis_that_fails_is_one_error(body, message, graph, part_graph, capfd):
     """It runs in a process of its own."""
-    with (
-        patch.object(pymetis, "part_graph", part_graph),
-        pytest.raises(ChildProcessError, match=f"{message}.*; method 'propagation' takes less memory"),
-    ):
+    part_graph(body)
+    with pytest.raises(ChildProcessError, match=f"METIS failed: {message}.*; method 'propagation' takes less memory"):
         partition(graph, 40)
     assert capfd.readouterr().err == ""
 
 
-def test_metis_that_is_gone_is_not_waited_for_though_another_process_has_its_files(graph, tmp_path):
-    def part_graph(*_, **__):
-        if (heir := os.fork()) == 0:
-            time.sleep(60)
-            os._exit(0)
-        (tmp_path / "heir").write_text(str(heir))
-        os.kill(os.getpid(), signal.SIGKILL)
-
+def test_metis_that_is_gone_is_not_waited_for_though_another_process_has_its_files(graph, part_graph, tmp_path):
+    heir = tmp_path / "heir"
+    write = f"pathlib.Path({str(heir)!r}).write_text(str(pid))"
+    part_graph(f"pid = os.fork(); {write} if pid else time.sleep(60); os.kill(os.getpid(), 9)")
     started = time.monotonic()
     try:
-        with patch.object(pymetis, "part_graph", part_graph), pytest.raises(ChildProcessError, match="exit code -9"):
+        with pytest.raises(ChildProcessError, match="exit code -9"):
             partition(graph, 40)
     finally:
-        os.kill(int((tmp_path / "heir").read_text()), signal.SIGKILL)
+        os.kill(int(heir.read_text()), signal.SIGKILL)
     assert time.monotonic() - started < 30
 
 
-def test_an_interrupt_ends_metis(graph):
+def test_an_interrupt_ends_metis(graph, part_graph):
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    part_graph("time.sleep(60)")
     before = signal.signal(signal.SIGALRM, interrupt)
     started = time.monotonic()
     try:
-        with patch.object(pymetis, "part_graph", lambda *_, **__: time.sleep(60)), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, 0.5)
             partition(graph, 40)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert time.monotonic() - started < 30 and not multiprocessing.active_children()
+    assert time.monotonic() - started < 30 and not psutil.Process().children()
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_of_a_job_leaves_metis_to_its_parent(asked, graph, part_graph):
+    part_graph(f"return os.kill(os.getpid(), {int(asked)}) or (0, np.arange(300) % num_parts)")
+    assert (partition(graph, 40) == np.arange(300) % 40).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it goes on to its end")
+def test_metis_ends_with_its_parent(graph, part_graph, tmp_path):
+    part_graph(f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(os.getpid())) and time.sleep(60)")
+    code = (
+        "from megagraph.data.coarsen import partition; from megagraph.data.datasets import synthetic_graph; "
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); partition(synthetic_graph(num_nodes=300, seed=0), 40)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        wait_for((tmp_path / "child").is_file)
+        wait_for(lambda: (tmp_path / "child").read_text())
+        parent.kill()
+    child = int((tmp_path / "child").read_text())
+    wait_for(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_no_more_parts_than_nodes_is_fine():

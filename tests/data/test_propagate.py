@@ -125,9 +125,7 @@ def test_partitions_are_kept_beside_the_store(large, monkeypatch):
 
 def test_size_chooses_the_method(large, monkeypatch):
     called = []
-    monkeypatch.setattr(
-        "megagraph.data.coarsen._metis", lambda *_: called.append("metis") or np.zeros(12_000, np.int32)
-    )
+    monkeypatch.setattr("megagraph.data.coarsen.metis", lambda *_: called.append("metis") or np.zeros(12_000, np.int32))
     monkeypatch.setattr("megagraph.data.propagate.propagate", lambda *_: called.append("ours") or np.zeros(12_000, int))
     partition(large, 7)
     monkeypatch.setattr("megagraph.data.coarsen._METIS_EDGES", large.num_edges - 1)
