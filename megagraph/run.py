@@ -58,6 +58,7 @@ class Run:
         self.folder = folder
         self.id = id
         self.writes = writes
+        self.changes: dict[str, tuple[Any, Any]] = {}  # of the configuration, by the process that has entered it
         self._lock = lock
 
     @classmethod
@@ -99,8 +100,8 @@ class Run:
             if state == "new":
                 files.write_json(folder / "run.json", _marker(folder) | {"launch": launch()})
                 return run, "new"
-            changes = config.check_continues(run.config)
-            longer = {"epochs", "max_steps"} & changes.keys()
+            run.changes = config.check_continues(run.config)
+            longer = {"epochs", "max_steps"} & run.changes.keys()
             if state == "finished" and not longer:
                 lock.release()
                 return run, "finished"

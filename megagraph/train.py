@@ -186,7 +186,7 @@ class Trainer:
         }
         contract |= {"torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
-        changes = on_rank_zero(lambda: _write_configs(run, state, config, model_config))
+        on_rank_zero(lambda: _write_configs(run, state, config, model_config))
         mesh = make_mesh(plan, device)
         torch.manual_seed(config.seed)
         model = make_model(config, model_config, None if mesh is None else mesh["cp"])
@@ -212,7 +212,7 @@ class Trainer:
 
         epochs = _Epochs(config, builder, graph, split, pipeline, run, stop)
         try:
-            epochs.begin(state, changes)
+            epochs.begin(state)
             while not epochs.finished:
                 epochs.run()
             epochs.save()
@@ -276,17 +276,12 @@ def _known_plan(config: TrainConfig) -> dict[str, Any]:
     return nothing | {name: getattr(before, name) for name in LAYOUT_FIELDS}
 
 
-def _write_configs(
-    run: Run, state: State, config: TrainConfig, model_config: ModelConfig
-) -> dict[str, tuple[Any, Any]]:
-    """Note what will be trained, or check that it is what the run has; changes of the numbers that are allowed."""
-    changes = {}
+def _write_configs(run: Run, state: State, config: TrainConfig, model_config: ModelConfig) -> None:
+    """Note what will be trained, once its model is that of the run."""
     if state == "started":
-        changes = config.check_continues(run.config)
         run.check_model_config(model_config)
     run.write_config(config)
     run.write_model_config(model_config)
-    return changes
 
 
 def _start_from(model: GraphTransformer, path: Path) -> None:
@@ -430,11 +425,11 @@ class _Epochs:
     def finished(self) -> bool:
         return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps)
 
-    def begin(self, state: State, changes: dict[str, tuple[Any, Any]]) -> None:
+    def begin(self, state: State) -> None:
         """Go back to a checkpoint, or write the first one."""
         try:
             if state == "started":
-                self._resume(changes)
+                self._resume()
         except FileNotFoundError as error:
             weights = self.config.weights
             if self.config.resume != AUTO or (weights is not None and not weights.is_file()):
@@ -445,7 +440,7 @@ class _Epochs:
         self.stop.defer()
         self.save()
 
-    def _resume(self, changes: dict[str, tuple[Any, Any]]) -> None:
+    def _resume(self) -> None:
         """What the run has written since is taken back, too."""
         state = TrainingState(self.pipeline, self.optimizers)
         tensors = state.tensors()
@@ -459,8 +454,8 @@ class _Epochs:
         self.history, steps = on_rank_zero(self.run_folder.progress)
         self.losses = array("d", [math.nan if step["loss"] is None else step["loss"] for step in steps])
         self.seconds_before = sum(step["step_seconds"] + step["stall_seconds"] for step in steps)
-        if changes:
-            self.run_folder.log(changes=changes, from_step=self.step)
+        if self.run_folder.changes:
+            self.run_folder.log(changes=self.run_folder.changes, from_step=self.step)
         if self.run_folder.writes:
             print(f"resumed from {folder}: epoch {self.epoch}, batch {self.batch}", file=sys.stderr)
 

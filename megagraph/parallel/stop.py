@@ -37,7 +37,7 @@ class Stop:
     """Listens for the wish to leave, from ``with`` to the end of the block.
 
     In one process a signal raises :class:`Stopped` at once until ``deferred`` is set, as before the first step nothing
-    can be lost. With several, :class:`failure.Watch` ends them until then.
+    can be lost. With several, :class:`failure.Watch` hears them, and ends the ranks until then.
 
     Args:
         limit_seconds: since this process, or the torchrun that started it, was started.
@@ -52,7 +52,7 @@ class Stop:
         self._old: dict[int, object] = {}
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
+        if not failure.watched() and threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._hear) for number in failure.SIGNALS}
         return self
 
@@ -96,7 +96,7 @@ class Stop:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self.ask(name)
-        if not self.deferred and not failure.watched():
+        if not self.deferred:
             raise Stopped(name)
 
 
