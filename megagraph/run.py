@@ -16,6 +16,7 @@ RUN/run.json           that this is a run of ours, and its id; every other file 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -25,12 +26,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import psutil
 import torch
 import xxhash
 from torch import Tensor, nn
+from typeguard import TypeCheckError, check_type
 
 from megagraph import files
 from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
@@ -43,6 +45,29 @@ _WEIGHTS = "model.safetensors"
 # what may lie in a run in which nothing has been trained yet
 _BEFORE_THE_FIRST_STEP = ("run.json", "lock", "config.json", "plan.json", "model.json")
 _OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", "summary.json", "curves.png", "trace")
+
+
+class StepLine(TypedDict):
+    """What metrics.jsonl says of a step; ``None`` where it was skipped."""
+
+    step: int
+    loss: float | None
+    learning_rate: float
+    gradient_norm: float | None
+    step_seconds: float
+    stall_seconds: float
+
+
+class EpochLine(TypedDict):
+    """What metrics.jsonl says of an epoch, after its steps; no loss where all of them were skipped."""
+
+    epoch: int
+    loss: float | None
+    skipped_steps: int
+    val_accuracy: float
+    test_accuracy: float
+    train_seconds: float
+    evaluation_seconds: float
 
 
 class Run:
@@ -262,19 +287,32 @@ class Run:
             try:
                 lines.append(json.loads(text))
                 assert isinstance(lines[-1], dict)
-            except (ValueError, AssertionError) as error:
+            except (ValueError, RecursionError, AssertionError) as error:
                 raise ValueError(f"expected a JSON object in line {number} of {path}, got {text[:80]!r}") from error
         return lines
 
-    def progress(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The lines of finished epochs, and those of the steps of the epoch under way."""
-        epochs: list[dict[str, Any]] = []
-        steps: list[dict[str, Any]] = []
+    def progress(self) -> tuple[list[EpochLine], list[StepLine]]:
+        """The lines of finished epochs, and those of the steps of the epoch under way.
+
+        Raises:
+            ValueError: a line is not as we write it.
+        """
+        epochs: list[EpochLine] = []
+        steps: list[StepLine] = []
         for line in self.metrics():
-            if "epoch" in line:
-                epochs, steps = [*epochs, line], []
-            elif "step" in line:
-                steps.append(line)
+            try:
+                if "epoch" in line:
+                    epochs, steps = [*epochs, check_type(line, EpochLine)], []
+                elif "step" in line:
+                    steps.append(check_type(line, StepLine))
+                else:
+                    continue
+                if not all(value is None or math.isfinite(value) for value in line.values()):
+                    raise ValueError("not all of it is finite")
+            except (TypeCheckError, ValueError, OverflowError) as error:
+                raise ValueError(
+                    f"expected steps and epochs as we note them in {self.folder / 'metrics.jsonl'}, got {line}: {error}"
+                ) from error
         return epochs, steps
 
     def begin_anew(self) -> None:

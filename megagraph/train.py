@@ -58,7 +58,7 @@ from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
 from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
-from megagraph.run import Run, State, fill, read_weights, restarted
+from megagraph.run import EpochLine, Run, State, fill, read_weights, restarted
 from megagraph.timeline import STEP, recorder
 
 
@@ -415,7 +415,7 @@ class _Epochs:
         # of this epoch; NaN where a step was skipped. Arrays, as lists of objects would grow by megabytes
         self.losses = array("d")
         self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
-        self.history: list[dict[str, Any]] = []  # of the epochs before
+        self.history: list[EpochLine] = []  # of the epochs before
         self.step_seconds = array("d")  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -526,7 +526,7 @@ class _Epochs:
             )
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
         losses = [loss for loss in self.losses if not math.isnan(loss)]
-        line = {
+        line: EpochLine = {
             "epoch": self.epoch,
             "loss": float(np.mean(losses)) if losses else None,
             "skipped_steps": len(self.losses) - len(losses),

@@ -105,6 +105,32 @@ def test_a_folder_in_which_nothing_was_trained_is_taken_again(tmp_path):
     assert mg.Trainer(config(tmp_path / "killed", max_steps=1)).fit(graph()).steps == 1
 
 
+STEP = dict(step=0, loss=1.0, learning_rate=0.1, gradient_norm=None, step_seconds=1, stall_seconds=0.0)
+EPOCH = dict(
+    epoch=0, loss=None, skipped_steps=0, val_accuracy=0.5, test_accuracy=0.5, train_seconds=1.0, evaluation_seconds=1.0
+)
+BAD_LINES = {
+    "a list": STEP | dict(loss=[]),
+    "nothing": STEP | dict(step_seconds=None),
+    "not finite": STEP | dict(loss=float("inf")),
+    "too large": STEP | dict(loss=10**400),
+    "incomplete": dict(step=0),
+    "one more": EPOCH | dict(extra=1),
+    "text": EPOCH | dict(val_accuracy="0.5"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
+def test_lines_of_steps_and_epochs_are_as_we_write_them(bad, tmp_path):
+    run = Run(tmp_path, id="")
+    for line in (STEP, EPOCH, STEP, dict(changes={}, from_step=1)):
+        run.log(**line)
+    assert run.progress() == ([EPOCH], [STEP])
+    run.log(**bad)
+    with pytest.raises(ValueError, match=r"expected steps and epochs as we note them in .*metrics\.jsonl, got"):
+        run.progress()
+
+
 def auto(out, **changes):
     return mg.Trainer(config(out, resume=AUTO, **changes))
 
