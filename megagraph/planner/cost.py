@@ -16,6 +16,7 @@ fitted to the rows of one device with non-negative least squares. The terms say 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -555,5 +556,5 @@ def dot(coefficients: Mapping[str, float], terms: Terms) -> float:
 
 
 def check_number(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{what} must be a number of at least 0, got {value!r}")

@@ -56,6 +56,9 @@ FIELDS = {
 """Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
 ``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages."""
 
+_TEXTS = {"bias", "direction", "link", "device", "impl"}
+_NUMBERS = {name for names in FIELDS.values() for name in names} - _TEXTS
+
 COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
 
 
@@ -72,15 +75,16 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
     origins = set()
     for index, row in enumerate(rows):
         kind = row.get("kind") if isinstance(row, Mapping) else None
-        if kind not in FIELDS:
+        if not isinstance(kind, str) or kind not in FIELDS:
             raise ValueError(f"row {index} must have a kind of {sorted(FIELDS)}, got {kind!r}")
         for name in FIELDS[kind]:
             if name not in row:
                 raise ValueError(f"row {index} ({kind}) must have the fields {list(FIELDS[kind])}, lacks {name!r}")
-            value = row[name]
-            if name in ("bias", "direction", "link") or (name == "targets" and value is None):
-                continue
-            check_number(f"row {index} ({kind}): {name}", value)
+        for name, value in row.items():
+            if name in _NUMBERS and not (name == "targets" and value is None):
+                check_number(f"row {index} ({kind}): {name}", value)
+            elif name in _TEXTS and not isinstance(value, str) and value is not None:
+                raise ValueError(f"row {index} ({kind}): {name} must be text, got {value!r}")
         if "direction" in FIELDS[kind] and row["direction"] not in ("forward", "backward", "forward_backward"):
             raise ValueError(
                 f"row {index} ({kind}): direction must be forward, backward or forward_backward, "
@@ -111,7 +115,10 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     """
     found = files.parse_json(path, "rows", "run megagraph profile again")
     if isinstance(found, dict) and "benchmarks" in found:
-        found = [benchmark["extra_info"] for benchmark in found["benchmarks"]]
+        try:
+            found = [benchmark["extra_info"] for benchmark in found["benchmarks"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} must hold benchmarks of pytest-benchmark with an extra_info each") from error
     if not isinstance(found, list):
         raise ValueError(
             f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
@@ -131,28 +138,33 @@ def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or "kind" in row or "contender" not in row:
             made.append(row)
             continue
-        ours = str(row["contender"]).startswith("megagraph") and row.get("median") is not None
-        if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") == "float32":
-            made.append(
-                {
-                    "kind": "attention",
-                    "sequences": row["B"],
-                    "rows": row["M"],
-                    "columns": row["N"],
-                    "dim": row["H"] * row["D"],
-                    "heads": row["H"],
-                    "bias": row["form"],
-                    "bias_size": 4 if row["form"] == "projected" else 32,
-                    "impl": row["contender"].removeprefix("megagraph_"),
-                    "direction": row["direction"],
-                    "seconds": row["median"],
-                    "unit": row["unit"],
-                    "device": row["device"],
-                    "torch": row["torch"],
-                    "commit": row["commit"],
-                }
-            )
+        try:
+            ours = row["contender"].startswith("megagraph") and row.get("median") is not None
+            if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") == "float32":
+                made.append(_attention_row(row))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected a row of a bench of attention, got {row}: {error!r}") from error
     return made
+
+
+def _attention_row(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "attention",
+        "sequences": row["B"],
+        "rows": row["M"],
+        "columns": row["N"],
+        "dim": row["H"] * row["D"],
+        "heads": row["H"],
+        "bias": row["form"],
+        "bias_size": 4 if row["form"] == "projected" else 32,
+        "impl": row["contender"].removeprefix("megagraph_"),
+        "direction": row["direction"],
+        "seconds": row["median"],
+        "unit": row["unit"],
+        "device": row["device"],
+        "torch": row["torch"],
+        "commit": row["commit"],
+    }
 
 
 def row_config(row: Row) -> ModelConfig:

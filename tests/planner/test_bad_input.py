@@ -77,6 +77,11 @@ def workload(**changes):
 BAD = {
     "no rows": (lambda cost, folder: fit([]), "expected rows to fit, got none; run megagraph profile"),
     "row kind": (rows(kind="magic"), r"row 0 must have a kind of \['all_reduce', .*got 'magic'"),
+    "row kind unhashable": (rows(kind=[]), r"row 0 must have a kind of .*got \[\]"),
+    "row origin": (rows(device={"x": 1}), r"row 0 \(layers\): device must be text, got {'x': 1}"),
+    "row bias": (rows(bias=3), r"row 0 \(layers\): bias must be text, got 3"),
+    "row huge": (rows(seconds=10**400), "seconds must be a number of at least 0, got 1000"),
+    "row optional": (rows(in_features="x"), "in_features must be a number of at least 0, got 'x'"),
     "row size missing": (rows(dim="gone"), r"row 0 \(layers\) must have the fields .*lacks 'dim'"),
     "row NaN": (rows(seconds=math.nan), r"row 0 \(layers\): seconds must be a number of at least 0, got nan"),
     "row negative": (rows(seconds=-1.0), r"seconds must be a number of at least 0, got -1.0"),
@@ -84,6 +89,11 @@ BAD = {
     "row direction": (rows(direction="up"), "direction must be forward, backward or forward_backward, got 'up'"),
     "row devices": (rows(device="other"), r"one device and one implementation .*got \['other None', 'paper None'\]"),
     "row impls": (rows(impl="reference"), r"got \['paper None', 'paper reference'\]; fit a model for each"),
+    "row of a bench, no sizes": (
+        rows_file('[{"contender": "megagraph_short", "median": 1, "form": "bucket", "dtype": "float32"}]'),
+        "expected a row of a bench of attention, got .*KeyError",
+    ),
+    "benchmarks": (rows_file('{"benchmarks": [1]}'), "must hold benchmarks of pytest-benchmark with an extra_info"),
     "rows file truncated": (rows_file('[{"kind": "la'), "is not a whole JSON file .* run megagraph profile again"),
     "rows file": (rows_file("{}"), "must hold a list of rows, or the benchmarks of pytest-benchmark, got dict"),
     "cost file truncated": (cost_file(lambda text: text[:200]), "not a whole JSON file .* run megagraph fit again"),
