@@ -431,6 +431,7 @@ def start(*arguments: object, told: str | None = None) -> subprocess.Popen:
 TOLD = """
 import os, runpy, signal
 from megagraph import train
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 real = train._Epochs._train_step
 def train_step(self, *arguments):
     if self.step == 5:
