@@ -182,10 +182,10 @@ def steps_of(run: Path) -> int:
 
 
 def main(signals: bool = False, at_once: int = 1, at_most: int | None = None, seed: int = 0) -> None:
-    """Measure ``at_most`` of the cases without a row of this commit."""
+    """Measure ``at_most`` of the cases that these files of the package have no row of."""
     name = "restarts_signals" if signals else "restarts"
-    path, commit = RESULTS / "cpu" / f"{name}.json", provenance()["commit"]
-    rows = [row for row in json.loads(path.read_text()) if row["commit"] == commit] if path.exists() else []
+    path, tree = RESULTS / "cpu" / f"{name}.json", provenance()["tree"]
+    rows = [row for row in json.loads(path.read_text()) if row["tree"] == tree] if path.exists() else []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_store(synthetic_graph(num_nodes=600, num_classes=3, in_features=16, seed=0), folder / "store")
