@@ -156,13 +156,13 @@ class CostModel:
                 for name, value in coefficients.items():
                     check_number(f"{path}: {table}.{name}", value)
             values["ranges"] = {name: (float(low), float(high)) for name, (low, high) in values["ranges"].items()}
-            values["broken"] = None if values["broken"] is None else Break(**values["broken"])
-            values["workload"] = None if values["workload"] is None else Workload(**values["workload"])
-            values["model"] = None if values["model"] is None else ModelConfig(**values["model"])
-        except (TypeError, AttributeError) as error:
+            for name, kind in (("broken", Break), ("workload", Workload), ("model", ModelConfig)):
+                if values[name] is not None:
+                    values[name] = files.typed(kind, values[name], f"a cost model whose {name} is right")
+        except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} does not hold what a cost model holds: {error}") from error
         files.check_values(whole, f"a cost model as it was written, got {path}", by_hand=True)
-        return cls(**values)
+        return files.typed(cls, values, f"a cost model in {path}")
 
     # ---- what the search asks
 

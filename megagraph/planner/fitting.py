@@ -90,6 +90,9 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 f"row {index} ({kind}): direction must be forward, backward or forward_backward, "
                 f"got {row['direction']!r}"
             )
+        for name in ("workload", "model"):
+            if not isinstance(row.get(name, {}), Mapping):
+                raise ValueError(f"row {index} ({kind}): {name} must be a JSON object, got {row[name]!r}")
         checked.append(dict(row))
         origins.add((row.get("device"), row.get("impl")))
     if not checked:
@@ -227,7 +230,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         ValueError: no rows, rows of several devices, a field that is missing, a number that is NaN or negative.
     """
     checked = check_rows(rows)
-    given = next((Workload(**row["workload"]) for row in checked if "workload" in row), None)
+    given = next((files.typed(Workload, row["workload"], "a workload") for row in checked if "workload" in row), None)
     computed = [row for row in checked if row["kind"] in COMPUTED]
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
@@ -259,7 +262,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         held_out=held_out,
         broken=broken,
         workload=workload or given,
-        model=next((ModelConfig(**row["model"]) for row in checked if "model" in row), None),
+        model=next((ModelConfig.from_json(row["model"]) for row in checked if "model" in row), None),
         paper=fit_paper(memory_rows),
     )
 
