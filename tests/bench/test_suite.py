@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import torch
 
 from bench import compile_report, floors, measure, tables, tune
 from bench.floors import RATES, floor, issue_slot_seconds, our_issue_seconds
+from bench.mutants import MUTANTS
 from bench.peers import CONTENDERS, Contender, _torch, eager
 from bench.shapes import Case, square
 
@@ -213,3 +215,15 @@ def test_our_own_errors_are_not_rows(monkeypatch):
     monkeypatch.setitem(CONTENDERS, "megagraph_other", ours)
     with pytest.raises(RuntimeError, match="head dim 8"):
         measure.measure("megagraph_other", square(2, 2, 17, 8, "bucket"), "forward", list)
+
+
+def test_mutants_change_one_place_and_are_programs(tmp_path):
+    assert len({(mutant.name, mutant.file) for mutant in MUTANTS}) == len(MUTANTS) == 40
+    for mutant in MUTANTS:
+        copy = tmp_path / mutant.file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((ROOT / mutant.file).read_text())
+        before = mutant.apply(tmp_path)
+        assert copy.read_text() != before == (ROOT / mutant.file).read_text()
+        ast.parse(copy.read_text())
+        assert all((ROOT / tests).exists() for tests in mutant.tests)

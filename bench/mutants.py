@@ -1,0 +1,426 @@
+"""Small wrong changes of the code, one at a time: which test notices each?
+
+    python -m bench.mutants                 # all of them
+    python -m bench.mutants --quick         # the tests of the changed file only
+    python -m bench.mutants --draw-seed 0   # the candidates of that seed, from which DRAWN was taken
+
+Each goes on where it was stopped. The tests of the changed file come first, up to the first failure; a mutant that
+survives them meets the whole suite. The tests run on the unchanged files before, and must pass.
+
+Twelve survived an audit of the tests before (``AUDITED``). The others were drawn: a function of a core file, and one
+change of a line there (a comparison's bound, an operator, a number, a branch, a call left out), in the order of seed 0,
+but for two that change nothing that can be seen: a threshold that nobody reads, the scale of a coefficient that is
+fitted.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from bench.provenance import RESULTS, write_rows
+from megagraph.provenance import provenance
+
+ROOT = Path(__file__).parent.parent
+WHOLE = ("-n", "auto", "--dist", "loadgroup")
+GIVE_UP = 3600.0  # seconds; a mutant may hang
+AREAS = {
+    "kernels": ("tile", "forward", "backward", "short", "table_gradient", "hidden_dropout"),
+    "megagraph/attention": ("ring", "operator", "blocked", "short", "layout", "bias", "dropout", "packing"),
+    "megagraph/data": ("batch", "sample", "structure", "coarsen", "loader", "store", "check", "cache"),
+    "megagraph/parallel": ("pipeline", "replicate", "embedding"),
+    "megagraph/planner": ("cost", "search", "split", "schedule"),
+    "megagraph": ("train", "checkpoint", "run", "files"),
+}
+STEPS = ("tests/attention/test_step.py", "tests/attention/test_operator.py", "tests/attention/test_checks.py")
+PLANS = ("tests/planner/test_cost.py", "tests/planner/test_search.py", "tests/planner/test_schedule.py")
+FIT = ("tests/planner/test_profile.py", "tests/planner/test_cost.py", "tests/planner/test_bad_input.py")
+RUNS = ("tests/test_checkpoint.py", "tests/test_run.py", "tests/test_train.py")
+STORES = ("tests/data/test_store.py", "tests/data/test_store_check.py", "tests/data/test_store_replace.py")
+TESTS = {
+    "kernels/hidden_dropout.py": ("tests/kernels/test_hidden_dropout.py",),
+    "kernels/": ("tests/kernels/test_variants.py", *STEPS),
+    "megagraph/attention/ring.py": ("tests/attention/test_ring.py",),
+    "megagraph/attention/module.py": ("tests/attention/test_operator.py", "tests/attention/test_dropout.py"),
+    "megagraph/attention/dropout.py": ("tests/attention/test_dropout.py", *STEPS),
+    "megagraph/attention/": (*STEPS, "tests/attention/test_lanes.py", "tests/attention/test_short.py"),
+    "megagraph/models/": ("tests/models", "tests/attention/test_packing.py"),
+    "megagraph/data/batch.py": ("tests/data/test_batch.py",),
+    "megagraph/data/structure.py": ("tests/data/test_structure.py", "tests/data/test_batch.py"),
+    "megagraph/data/coarsen.py": ("tests/data/test_coarsen.py", "tests/data/test_batch.py"),
+    "megagraph/data/": (*STORES, "tests/data/test_store_damage.py"),
+    "megagraph/parallel/": ("tests/parallel/test_pipeline.py", "tests/parallel/test_embedding.py"),
+    "megagraph/planner/fitting.py": FIT,
+    "megagraph/planner/": (*PLANS, "tests/planner/test_split.py"),
+    "megagraph/": RUNS,
+}  # of the file, or of the first folder here that holds it
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A text of a file, there once, and what stands in its place."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return next(tests for place, tests in TESTS.items() if self.file.startswith(place))
+
+    def apply(self, root: Path) -> str:
+        """Change the file below ``root``; returns what it was."""
+        path = root / self.file
+        before = path.read_text()
+        if before.count(self.old) != 1:
+            raise SystemExit(
+                f"{self.name}: expected once in {self.file}, got {before.count(self.old)} times: {self.old}"
+            )
+        path.write_text(before.replace(self.old, self.new))
+        return before
+
+
+AUDITED = (
+    Mutant("one dropout mask for all layers", "megagraph/models/layers.py", "self.index, site)", "0, site)"),
+    Mutant("one mask for all sites of a layer", "megagraph/models/layers.py", "self.index, site)", "self.index, 0)"),
+    Mutant(
+        "dropout keys without the step",
+        "megagraph/train.py",
+        "dropout_keys(config.seed, self.step, batch",
+        "dropout_keys(config.seed, 0, batch",
+    ),
+    Mutant(
+        "no attention dropout in training",
+        "megagraph/attention/module.py",
+        "self.dropout if self.training else 0.0",
+        "self.dropout if not self.training else 0.0",
+    ),
+    Mutant(
+        "held-out time judged on fitted rows",
+        "megagraph/planner/fitting.py",
+        "held_out |= time_errors(fit_seconds(train, broken), test, broken)",
+        "held_out |= time_errors(fit_seconds(train, broken), train, broken)",
+    ),
+    Mutant(
+        "the backward pass of a ring costs one hop",
+        "megagraph/planner/cost.py",
+        "max(visit, 2 * hop) + hop",
+        "max(visit, hop)",
+    ),
+    Mutant("no headroom", "megagraph/planner/search.py", "self.limit = limit * (1 - HEADROOM)", "self.limit = limit"),
+    Mutant(
+        "all-reduce over dp alone",
+        "megagraph/planner/cost.py",
+        "replicas = plan.cp * plan.dp\n        reduced",
+        "replicas = plan.dp\n        reduced",
+    ),
+    Mutant(
+        "features of the first stage are free",
+        "megagraph/planner/cost.py",
+        "        boundary[0] += self._feature_bytes(config, plan, given) * (1 + given.prefetch)\n",
+        "",
+    ),
+    Mutant(
+        "cp does not shard the bias",
+        "megagraph/planner/cost.py",
+        "data = local * rows * columns * pair_bytes",
+        "data = local * columns * columns * pair_bytes",
+    ),
+    Mutant(
+        "bytes of an all-reduce",
+        "megagraph/planner/cost.py",
+        '"all_reduce.byte": 2 * (ranks - 1) / ranks * size',
+        '"all_reduce.byte": size',
+    ),
+    Mutant(
+        "a layer's time without its FFN",
+        "megagraph/planner/cost.py",
+        "queries * (2 * d**2 + 2 * d * config.ffn_dim)",
+        "queries * 2 * d**2",
+    ),
+)
+
+DRAWN = (
+    Mutant(
+        "_interpreted_range",
+        "kernels/tile.py",
+        "bounds = (int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x) for x in (start, stop, step))",
+        "bounds = (int(x.handle.data.item()) for x in (start, stop, step))",
+    ),
+    Mutant(
+        "_key_tile",
+        "kernels/backward.py",
+        "keys = row_keys(x, b, h, tl.minimum(row + offs_m, x.M - 1))",
+        "keys = row_keys(x, b, h, tl.maximum(row + offs_m, x.M - 1))",
+    ),
+    Mutant(
+        "dropped",
+        "kernels/tile.py",
+        "return mix32(keys ^ (cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD",
+        "return mix32(keys ^ ((cols.to(tl.uint32)) + (2654435769))) < x.THRESHOLD",
+    ),
+    Mutant(
+        "_padding",
+        "kernels/tile.py",
+        "ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n",
+        "ptrs = (x.padding.ptr + b * stride_b + col * stride_n) - (offs_n * stride_n)",
+    ),
+    Mutant("_check_plane", "megagraph/attention/bias.py", "check_strided(name, tensor)", "pass"),
+    Mutant(
+        "backward",
+        "megagraph/attention/ring.py",
+        "for out, lse, d_out, d_lse in zip(results[0::2], results[1::2], grads[0::2], grads[1::2], strict=True)",
+        "for out, lse, d_out, d_lse in zip(results[0::2], results[2::2], grads[0::2], grads[1::2], strict=True)",
+    ),
+    Mutant(
+        "_exponentials",
+        "megagraph/attention/short.py",
+        "m = maximum(m, load(s, LANES * j))",
+        "m = minimum(m, load(s, LANES * j))",
+    ),
+    Mutant(
+        "whole_rows",
+        "megagraph/attention/short.py",
+        "return Rows.whole(len(q), q.shape[2]), keys",
+        "return Rows.whole(len(q), q.shape[3]), keys",
+    ),
+    Mutant(
+        "_as_int32",
+        "megagraph/attention/dropout.py",
+        "return value - (1 << 32) if value >> 31 else value",
+        "return value - (1 << 33) if value >> 31 else value",
+    ),
+    Mutant(
+        "_copy_panels",
+        "megagraph/attention/blocked.py",
+        "row, to = at + i * r_step, i * _WIDE\n        for d in range(0, whole, LANES):",
+        "row, to = at + i * r_step, i * _WIDE\n        for d in range(1, whole, LANES):",
+    ),
+    Mutant(
+        "as_bias",
+        "megagraph/attention/operator.py",
+        "return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))",
+        "return DenseBias(bias.reshape(((1,)) + (4 - bias.ndim) + tuple(bias.shape)))",
+    ),
+    Mutant("rule", "megagraph/data/check.py", "if at >= 0:", "if at > 0:"),
+    Mutant(
+        "num_nodes",
+        "megagraph/data/batch.py",
+        "return self.key_padding_mask.shape[1]",
+        "return self.key_padding_mask.shape[2]",
+    ),
+    Mutant(
+        "__init__",
+        "megagraph/data/batch.py",
+        "self.sequence_nodes = self.num_regular + num_super",
+        "self.sequence_nodes = (self.num_regular) - (num_super)",
+    ),
+    Mutant(
+        "num_bytes",
+        "megagraph/data/batch.py",
+        "num_sequences = -(-batch_size * self.num_samples // num_runs) * share.num_microbatches",
+        "num_sequences = -batch_size * self.num_samples // num_runs * share.num_microbatches",
+    ),
+    Mutant(
+        "__call__",
+        "megagraph/data/structure.py",
+        "blocks, loops = self._within(np.where(first == np.arange(m), nodes, -1))",
+        "blocks, loops = self._within(np.where(first == np.arange(m), nodes, 1))",
+    ),
+    Mutant(
+        "_aligned_columns",
+        "megagraph/data/structure.py",
+        "return -(-layout.num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS",
+        "return (-(-layout.num_columns // _ALIGNED_COLUMNS)) + (_ALIGNED_COLUMNS)",
+    ),
+    Mutant(
+        "known_nodes",
+        "megagraph/data/sample.py",
+        "known[:, 1] = np.diff(graph.indptr) + 1",
+        "known[:, 1] = (np.diff(graph.indptr)) - (1)",
+    ),
+    Mutant(
+        "__init__",
+        "megagraph/parallel/pipeline.py",
+        'self._group = None if mesh is None or plan.pp == 1 else mesh["pp"]',
+        'self._group = None if mesh is None or plan.pp == 2 else mesh["pp"]',
+    ),
+    Mutant(
+        "whole",
+        "megagraph/parallel/embedding.py",
+        "part, self.replicas, [Shard(0)], run_check=False, shape=shape, stride=(part.shape[1], 1)",
+        "part, self.replicas, [Shard(0)], run_check=False, shape=shape, stride=(part.shape[1], 2)",
+    ),
+    Mutant("add", "megagraph/parallel/pipeline.py", "gradient.add_(leaf.grad)", "pass"),
+    Mutant(
+        "extra_layers",
+        "megagraph/planner/cost.py",
+        "first, layer, last = (tables.forward + tables.backward)[:, 1].tolist()",
+        "first, layer, last = ((tables.forward) - (tables.backward))[:, 1].tolist()",
+    ),
+    Mutant(
+        "effective",
+        "megagraph/planner/cost.py",
+        "return layers + (self.gamma - 1) * max(0.0, layers - self.constant / volume)",
+        "return layers + (self.gamma - 1) * max(1.0, layers - self.constant / volume)",
+    ),
+    Mutant(
+        "read",
+        "megagraph/checkpoint.py",
+        'if not isinstance(manifest["progress"], dict) or not isinstance(manifest["files"], dict):',
+        "if not isinstance(manifest[\"progress\"], dict) or isinstance(manifest['files'], dict):",
+    ),
+    Mutant("load", "megagraph/checkpoint.py", "if not isinstance(value, Tensor):", "if isinstance(value, Tensor):"),
+    Mutant("make_pipeline", "megagraph/train.py", "stage.to(device, config.parameter_dtype)", "pass"),
+    Mutant(
+        "_names",
+        "megagraph/checkpoint.py",
+        'first = latest.read_text(errors="replace") if latest.is_file() else None',
+        "first = latest.read_text(errors='replace')",
+    ),
+    Mutant(
+        "finished",
+        "megagraph/train.py",
+        "return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps)",
+        "return self.batch == 1 and (self.epoch == self.config.epochs or self.step == self.total_steps)",
+    ),
+)
+MUTANTS = AUDITED + DRAWN
+
+
+# ---- what tests say
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    failed: str | None  # the first test that failed; "collection", "hang"
+    output: str
+
+
+def run_tests(root: Path, tests: tuple[str, ...]) -> Said:
+    """The tests on the files below ``root``, up to the first failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=GIVE_UP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return Said("hang", process.communicate()[0])
+    if process.returncode == 0:
+        return Said(None, output)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return Said("collection" if found is None else found[1], output)
+
+
+def judge(root: Path, mutant: Mutant, quick: bool, sound: dict[tuple[str, ...], Said]) -> dict[str, Any]:
+    """Which test fails first on a mutant."""
+    started = time.perf_counter()
+    row: dict[str, Any] = {"mutant": mutant.name, "file": mutant.file, "quick": quick, "killed_by": None, "suite": None}
+    for suite, tests in (("file", mutant.tests), ("whole", WHOLE))[: 1 if quick else 2]:
+        if tests not in sound:
+            sound[tests] = run_tests(root, tests)
+        if sound[tests].failed is not None:
+            raise SystemExit(f"these fail without a mutant: {sound[tests].failed}\n{sound[tests].output[-3000:]}")
+        before = mutant.apply(root)
+        try:
+            said = run_tests(root, tests)
+        finally:
+            (root / mutant.file).write_text(before)
+        if said.failed is not None:
+            row |= {"killed_by": said.failed, "suite": suite}
+            break
+    return row | {"unit": "seconds", "seconds": round(time.perf_counter() - started, 1)}
+
+
+# ---- candidates
+
+_BOUNDS: dict[type, str] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+_OPERATORS: dict[type, str] = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+"}
+_CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "floor": "ceil", "ceil": "floor"}
+
+
+def changes(node: ast.AST) -> Iterator[str]:
+    """Texts that may stand in the place of a node."""
+    match node:
+        case ast.Compare(left, [operator], [right]) if type(operator) in _BOUNDS:
+            yield f"{ast.unparse(left)} {_BOUNDS[type(operator)]} {ast.unparse(right)}"
+        case ast.BinOp(left, operator, right) if type(operator) in _OPERATORS:
+            yield f"({ast.unparse(left)}) {_OPERATORS[type(operator)]} ({ast.unparse(right)})"
+        case ast.Constant(int() | float() as number) if not isinstance(number, bool):
+            yield str(number + 1)
+        case ast.BoolOp(operator, values):
+            yield f"({(' or ' if isinstance(operator, ast.And) else ' and ').join(map(ast.unparse, values))})"
+        case ast.UnaryOp(ast.Not() | ast.USub(), operand) | ast.IfExp(_, operand, _) | ast.IfExp(_, _, operand):
+            yield ast.unparse(operand)
+        case ast.Expr(ast.Call()) | ast.AugAssign():
+            yield "pass"
+        case ast.Call(ast.Name(name) | ast.Attribute(_, name)) if name in _CALLS:
+            yield ast.unparse(node).replace(name, _CALLS[name], 1)
+
+
+def draw(seed: int, of_each_area: int = 8) -> Iterator[str]:
+    """Functions of the core files in a random order, and one change of each."""
+    rng = random.Random(seed)
+    for folder, names in AREAS.items():
+        pool = []
+        for path in (ROOT / folder / f"{name}.py" for name in names):
+            source = path.read_text()
+            for function in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)):
+                found = [
+                    (node, new)
+                    for statement in function.body
+                    if not isinstance(statement, ast.Raise)
+                    for node in ast.walk(statement)
+                    if getattr(node, "lineno", 0) == getattr(node, "end_lineno", 1)
+                    for new in changes(node)
+                ]
+                if found:
+                    pool.append((path.relative_to(ROOT), function.name, found, source.splitlines()))
+        rng.shuffle(pool)
+        for path, name, found, lines in pool[:of_each_area]:
+            node, new = rng.choice(found)
+            line = lines[node.lineno - 1].encode()  # columns are bytes
+            changed = line[: node.col_offset] + new.encode() + line[node.end_col_offset :]
+            yield f"{path}:{node.lineno} {name}\n  - {line.decode().strip()}\n  + {changed.decode().strip()}"
+
+
+def main(quick: bool = False, draw_seed: int | None = None, at_most: int | None = None) -> None:
+    """Judge ``at_most`` of the mutants that these files of the package have no row of."""
+    if draw_seed is not None:
+        print("\n".join(draw(draw_seed)))
+        return
+    path, tree = RESULTS / "cpu" / "mutants.json", provenance()["tree"]
+    rows = [row for row in json.loads(path.read_text()) if row["tree"] == tree] if path.exists() else []
+    done = {(row["mutant"], row["file"]) for row in rows if row["quick"] == quick}
+    sound: dict[tuple[str, ...], Said] = {}
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place) / "copy"
+        subprocess.run(["git", "clone", "-q", ROOT, root], check=True)
+        for mutant in [mutant for mutant in MUTANTS if (mutant.name, mutant.file) not in done][:at_most]:
+            rows.append(judge(root, mutant, quick, sound))
+            write_rows("mutants", rows, folder="cpu")
+            print(f"{mutant.name} ({mutant.file}): {rows[-1]['killed_by'] or 'SURVIVES'}", flush=True)
+    counts = Counter(row["suite"] for row in rows if row["quick"] == quick)
+    print(f"{counts['file']} killed by the tests of their file, {counts['whole']} by others, {counts[None]} survive")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
