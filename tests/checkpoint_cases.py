@@ -92,12 +92,21 @@ def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> di
     return outcome(run)
 
 
+def same_plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run of four replicas, and one that is stopped twice and goes on: more than two summands have an order."""
+    plan = dict(plan="1,2,2")
+    mg.Trainer(config(folder / "whole", **plan)).fit(graph())
+    stopped = chain(folder, "features", (plan, plan, plan))
+    return outcome(folder / "whole"), stopped
+
+
 def checkpoint_cases(world_size: int, folder: str) -> dict[str, Callable]:
-    return {
+    cases: dict[str, Callable] = {
         f"resume {embedding}": partial(chain, Path(folder), embedding, plans)
         for (processes, embedding), plans in CHAINS.items()
         if processes == world_size
     }
+    return cases | ({"resume same plan": partial(same_plan, Path(folder) / "same")} if world_size == 4 else {})
 
 
 def small_state(value: float = 0.0) -> dict[str, torch.Tensor]:

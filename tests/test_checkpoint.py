@@ -270,6 +270,12 @@ def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
     assert_same_results(result[f"resume {embedding}"], expected)
 
 
+def test_four_replicas_go_on_bit_for_bit():
+    whole, stopped = ranks.results(4, only="resume")[0]["resume same plan"]
+    assert stopped["lines"] == whole["lines"]
+    assert all(torch.equal(x, stopped["weights"][name]) for name, x in whole["weights"].items())
+
+
 def test_a_run_goes_on_in_two_processes_and_in_one_again(tmp_path):
     """From the command line; one of the two is killed when the first epoch has been trained."""
     _, expected = uninterrupted(tmp_path)

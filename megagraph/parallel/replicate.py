@@ -25,7 +25,10 @@ def replicate(stage: Stage, mesh: DeviceMesh | None, *, shard: bool) -> nn.Modul
     if mesh is None or replicas is None:
         return stage
     if not shard:
-        replicated = DistributedDataParallel(stage, process_group=replicas.get_group())
+        # buckets that DDP makes anew after its first step sum in another order, where three or more summands have one:
+        # a run that goes on would differ in the last bit. It keeps them where it looks for parameters without use.
+        ordered = replicas.size() > 2 and replicas.device_type == "cpu"
+        replicated = DistributedDataParallel(stage, process_group=replicas.get_group(), find_unused_parameters=ordered)
         replicated.register_comm_hook(replicas.get_group(), _sum_bucket)
         return replicated
     # in a pipeline the weights stay, or every micro-batch would gather them again
