@@ -17,7 +17,7 @@ from typeguard import TypeCheckError, check_type
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 16  # more would stay in memory and grow with a file, as a leak does
 
 
 @contextmanager
