@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -317,12 +318,18 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> Said:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(root)}
     with subprocess.Popen(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=root,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=GIVE_UP)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # pytest, its workers and their children
             return Said("hang", process.communicate()[0])
     if process.returncode == 0:
         return Said(None, output)

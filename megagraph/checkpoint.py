@@ -51,7 +51,6 @@ from megagraph.parallel.pipeline import Pipeline
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
 
-_COPIED_BYTES = 1 << 16  # at once: of a file that grows, more would look like a leak
 _METADATA = "metadata.json"
 _TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
 _FILES = {_METADATA, "metrics.jsonl", "model.safetensors", "begun.json", "manifest.json", "committed"}
@@ -250,8 +249,8 @@ class Checkpoints:
             for file_name, (file, size) in opened.items():
                 file.seek(0)
                 with files.replacing(folder / file_name) as copy:
-                    for start in range(0, size, _COPIED_BYTES):
-                        copy.write(file.read(min(_COPIED_BYTES, size - start)))
+                    for start in range(0, size, files.CHUNK_BYTES):
+                        copy.write(file.read(min(files.CHUNK_BYTES, size - start)))
 
         def look() -> None:
             if not folder.is_dir():

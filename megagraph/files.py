@@ -17,7 +17,7 @@ from typeguard import TypeCheckError, check_type
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 1 << 16  # more would stay in memory and grow with a file, as a leak does
+CHUNK_BYTES = 1 << 16  # read at once: more would stay in memory and grow with a file, as a leak does
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def checksum(file: Path | BinaryIO) -> str:
         with file.open("rb") as opened:
             return checksum(opened)
     digest = xxhash.xxh3_128()
-    while chunk := file.read(_CHUNK_BYTES):
+    while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
 
@@ -119,15 +119,16 @@ def check_values(values: dict[str, Any], what: str, *, by_hand: bool = False) ->
         raise ValueError(f"expected {what}, which has changed since or is damaged")
 
 
-def typed(kind: type[T], values: dict[str, Any], what: str) -> T:
+def typed(kind: type[T], values: Any, what: str) -> T:
     """The dataclass ``kind`` made of the values of a JSON object; lists become tuples, and strings paths, where it has
     these.
 
     Raises:
-        ValueError: a field is unknown, missing or of another type, or the dataclass refuses it; names ``what``.
+        ValueError: it is no object, a field is unknown, missing or of another type, or the dataclass refuses it; names
+            ``what``.
     """
     hints = get_type_hints(kind)
-    if not values.keys() <= hints.keys():
+    if not isinstance(values, dict) or not values.keys() <= hints.keys():
         raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {values}")
     fields = {}
     for name, value in values.items():
