@@ -34,6 +34,7 @@ import tyro
 
 from bench.floors import instructions
 from bench.provenance import write_rows
+from megagraph.attention.step import Gradients, State, Step
 from megagraph.kernels.variants import Variant, cover, defaults
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
@@ -106,7 +107,9 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
         ),
     }[form]
     regular = columns - (0 if short else 32 if variant.aligned else REST_COLUMNS)
-    step: dict[str, Any] = dict(
+    step = Step(
+        engine="triton",
+        short=short,
         form=form,
         data=data,
         learned=learned,
@@ -118,23 +121,21 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
         dropout_key=torch.empty(B, dtype=torch.int32) if variant.dropout else None,
         row_ids=torch.empty(N, dtype=torch.int32) if variant.dropout else None,
     )
-    lse, delta = torch.empty(B, H, N), torch.empty(B, H, N)
+    m, l, lse, delta = (torch.empty(B, H, N) for _ in range(4))
     step_name = "only" if short else variant.step
-    first, last = step_name in ("only", "first"), step_name in ("only", "last")
     if variant.kernel == "fwd":
-        carried = dict(m=None, l=None, acc=None)
-        if not (first and last):
-            carried = dict(m=torch.empty(B, H, N), l=torch.empty(B, H, N), acc=torch.empty(B, H, N, D))
-        result = dict(out=rows(), lse=lse) if last else dict(out=None, lse=None)
-        step |= dict(first=first, last=last, **carried, **result)
-        return partial(kernels.launch_step_fwd, rows(), rows(), rows(), **step)
+        state = State(first=False, last=False, m=m, l=l, acc=torch.empty(B, H, N, D), out=rows(), lse=lse)
+        state = state.at(first=step_name in ("only", "first"), last=step_name in ("only", "last"))
+        return partial(kernels.launch_step_fwd, step, rows(), rows(), rows(), state)
     d_learned = None
     if learned is not None and variant.learned_grad:
         d_learned = torch.empty(learned.shape, dtype=dtype if form == "dense" and planes == (B, H) else torch.float32)
     accumulate = step_name != "only"
-    sums = {name: rows(torch.float32 if accumulate else dtype) for name in ("dq", "dk", "dv")}
-    step |= dict(d_out=rows(), lse=lse, delta=delta, **sums, d_learned=d_learned, accumulate=accumulate)
-    return partial(kernels.launch_step_bwd, rows(), rows(), rows(), **step)
+    dq, dk, dv = (rows(torch.float32 if accumulate else dtype) for _ in range(3))
+    gradients = Gradients(
+        d_out=rows(), lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=accumulate
+    )
+    return partial(kernels.launch_step_bwd, step, rows(), rows(), rows(), gradients)
 
 
 @contextmanager

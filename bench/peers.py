@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import megagraph as mg
 from bench.shapes import DEVICE, Case, Inputs, make_bias
-from megagraph.attention.operator import Impl
+from megagraph.attention.engines import Impl
 
 Attend = Callable[..., Tensor]  # (form, q, k, v, data, *learned) -> out
 Launch = Callable[[], Any]

@@ -25,7 +25,8 @@ from torch import Tensor
 
 import megagraph as mg
 from bench.provenance import write_rows
-from megagraph.attention.operator import choose_impl, make_step
+from megagraph.attention.engines import choose
+from megagraph.attention.operator import make_step
 from megagraph.attention.ring import _RingAttention
 
 SEED, WARMUP_ROUNDS, ROUNDS = 0, 2, 11
@@ -61,14 +62,14 @@ class Rank:
         *qkv, self.d_out = (torch.randn(1, H, rows, D) for _ in range(4))
         bias = mg.BucketBias(torch.randint(NUM_BUCKETS, (1, rows, N), dtype=torch.uint8), torch.randn(H, NUM_BUCKETS))
         self.inputs = [x.requires_grad_() for x in (*qkv, bias.table)]
-        self.step = make_step(qkv[0], bias, None, None, 0.0, None)
-        self.impl = choose_impl(None, qkv[0], qkv[1], bias, ring=True)
+        path = choose(None, qkv[0], qkv[1], bias, ring=True)
+        self.step = make_step(qkv[0], bias, None, None, 0.0, None, *path)
 
     def run(self, exchange: DelayedExchange, delays: dict[str, float]) -> tuple[dict[str, float], list[Tensor]]:
         """Seconds of forward and of backward; out and the gradients."""
         exchange.delay = delays["forward"]
         started = time.perf_counter()
-        out, _ = _RingAttention.apply(exchange, self.impl, [self.layout], [self.step], *self.inputs)
+        out, _ = _RingAttention.apply(exchange, [self.layout], [self.step], *self.inputs)
         computed = time.perf_counter()
         exchange.delay = delays["backward"]
         gradients = torch.autograd.grad(out, self.inputs, self.d_out)

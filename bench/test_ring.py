@@ -17,7 +17,8 @@ from torch import Tensor
 import megagraph as mg
 from bench.measure import problem, times
 from bench.shapes import DEVICE, FORMS, Case, Inputs, aligned_rows, make_bias, square
-from megagraph.attention.operator import choose_impl, make_step
+from megagraph.attention.engines import choose
+from megagraph.attention.operator import make_step
 from megagraph.attention.ring import Loopback, _RingAttention, loopback_attention
 
 pytestmark = pytest.mark.timeout(120)
@@ -80,11 +81,12 @@ def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Ca
     layouts = _layouts(case, num_super)
     parts = [_rank_rows(inputs, layout, case.form) for layout in layouts]
     leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
-    steps = [make_step(part.q, make_bias(case.form, part.data, part.learned), None, None, 0.0, None) for part in parts]
-    impl = choose_impl(None, inputs.q, inputs.k, None, ring=True)
+    path = choose(None, inputs.q, inputs.k, None, ring=True)
+    biases = [make_bias(case.form, part.data, part.learned) for part in parts]
+    steps = [make_step(part.q, bias, None, None, 0.0, None, *path) for part, bias in zip(parts, biases, strict=True)]
 
     def forward():
-        return _RingAttention.apply(Loopback(), impl, layouts, steps, *leaves)
+        return _RingAttention.apply(Loopback(), layouts, steps, *leaves)
 
     return _launch(forward, leaves, [part.d_out for part in parts], direction)
 

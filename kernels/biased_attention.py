@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megagraph.attention.step import Gradients, State, Step
 from megagraph.kernels import backward, forward, short, tiles
 from megagraph.kernels.tile import TABLE_SIZE, Operands, Strided
 
@@ -58,116 +59,83 @@ def pad_table(table: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-def _arguments(
-    q, k, v, form, data, learned, bias_mask, key_padding_mask, segments,
-    scale, dropout_p, dropout_key, row_ids, *rows,
-):  # fmt: skip
-    """The operands that forward and backward share; ``rows``: other tensors with rows like those of q."""
+def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Operands:
+    """What forward and backward share; ``rows``: other tensors with rows like those of q."""
     B, H, M, D = q.shape
-    segments = tuple((int(key), int(column), int(length)) for key, column, length in segments)
-    dropout = dropout_key is not None and dropout_p > 0.0
-    sums_dtype = torch.promote_types(q.dtype, torch.float32)
-    if form == "bucket":
-        learned = pad_table(learned, sums_dtype)
+    others = [x for x in rows if x is not None]
+    segments = tuple((int(key), int(column), int(length)) for key, column, length in step.segments)
+    form, data, learned = step.form, step.data, step.learned
+    dropout_key = step.dropout_key if step.dropout_p > 0.0 else None
+    dropout = dropout_key is not None
+    if form == "bucket" and learned is not None:
+        learned = pad_table(learned, torch.promote_types(q.dtype, torch.float32))
     values = {"dense": learned, "projected": data}.get(form)
-    learned = _strided(learned, B, H) if form == "dense" else _strided(learned)
     constants = {
         "FORM": form,
-        "NUM_CHANNELS": data.shape[1] if form == "projected" else 0,
+        "NUM_CHANNELS": data.shape[1] if form == "projected" and data is not None else 0,
         "PAIRED": values is not None and _paired(values, segments),
-        "THRESHOLD": int(dropout_p * (1 << 32)) if dropout else 0,
-        "KEEP_SCALE": 1.0 / (1.0 - dropout_p) if dropout else 1.0,
+        "THRESHOLD": int(step.dropout_p * (1 << 32)) if dropout else 0,
+        "KEEP_SCALE": 1.0 / (1.0 - step.dropout_p) if dropout else 1.0,
         "FOLD": q.element_size() == 2,
-        "ALIGNMENT": _row_alignment(q, k, v, *rows),
-        "OFFSETS": _offsets_dtype(q, k, v, data, values, *rows),
+        "ALIGNMENT": _row_alignment(q, k, v, *others),
+        "OFFSETS": _offsets_dtype(q, k, v, data, values, *others),
         "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
         "ACC_DTYPE": tl.float64 if q.dtype == torch.float64 else tl.float32,
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),
     }
-    operands = Operands(
+    return Operands(
         q=_strided(q),
         k=_strided(k),
         v=_strided(v),
-        learned=learned,
+        learned=_strided(learned, B, H) if form == "dense" else _strided(learned),
         data=_strided(data, B),
-        bias_mask=_strided(bias_mask, B),
-        padding=_strided(key_padding_mask),
-        dropout_key=dropout_key.contiguous() if dropout else None,
-        row_ids=row_ids.contiguous() if dropout and row_ids is not None else None,
+        bias_mask=_strided(step.bias_mask, B),
+        padding=_strided(step.key_padding_mask),
+        dropout_key=None if dropout_key is None else dropout_key.contiguous(),
+        row_ids=step.row_ids.contiguous() if dropout and step.row_ids is not None else None,
         segments=_segment_table(segments, q.device),
         num_segments=len(segments),
-        scale=float(scale),
+        scale=float(step.scale),
         H=H,
         M=M,
         Nk=k.shape[2],
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
-    return operands, segments
 
 
-def _tiles(kernel: tiles.Kernel, form: str, q: Tensor, segments) -> dict[str, int]:
-    longest = max((length for _, _, length in segments), default=0)
-    return tiles.choose(kernel, form, q.element_size(), q.shape[3], q.shape[2], longest, tiles.architecture())
-
-
-def _is_short(path: str | None, q: Tensor, k: Tensor, segments, whole: bool) -> bool:
-    """Whether this step takes the short path: asked for, or all of a short sequence."""
-    whole = whole and segments == ((0, 0, k.shape[2]),)
-    assert whole or path != "short"
-    return path == "short" or (path is None and whole and tiles.short_path(q.shape[2], k.shape[2], q.shape[3]))
+def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
+    longest = max((length for _, _, length in step.segments), default=0)
+    return tiles.choose(kernel, step.form, q.element_size(), q.shape[3], q.shape[2], longest, tiles.architecture())
 
 
 def _overruns(M: int, k: Tensor, blocks: dict[str, int]) -> bool:
     return bool(M % blocks["BLOCK_M"] or k.shape[2] % blocks["BLOCK_N"])
 
 
-def launch_step_fwd(
-    q, k, v, *, form, data, learned, bias_mask, key_padding_mask, segments,
-    scale, dropout_p, dropout_key, row_ids,
-    first, last, m, l, acc, out, lse, path=None,
-) -> None:  # fmt: skip
+def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     """Fold one visiting block of keys into the softmax state, or into ``out`` and ``lse`` at the last step.
 
-    Args:
-        q: [B, H, M, D], any strides, D <= 256.
-        k, v: [B, H, Nk, D], any strides, dtype of q.
-        form: ``"none"``, ``"dense"``, ``"bucket"`` or ``"projected"``.
-        data: bucket: uint8 [B or 1, M, N], 255 = masked; projected: channels [B or 1, C, M, N]; else None.
-        learned: dense: values [B or 1, H or 1, M, N], -inf = masked; bucket: table [H, R], or as
-            :func:`pad_table` returns it; projected: weight [H, C].
-        bias_mask: projected only: bool [B or 1, M, N], True = masked, or None.
-        key_padding_mask: bool [B, N], True = ignore, or None.
-        segments: (key_start, column_start, length) triples: these keys own these bias columns.
-        dropout_p, dropout_key: probability and int32 [B], or None for no dropout.
-        row_ids: int32 [M], global row of each query for dropout; None: the local row.
-        first: start from the empty state instead of reading m, l, acc.
-        last: write out and lse instead of m, l, acc.
-        m, l: [B, H, M], running max of the scores and running sum; contiguous, fp32 (fp64 for fp64 q).
-        acc: [B, H, M, D], unnormalised output; as m. All three None if first and last.
-        out: [B, H, M, D], any strides; 0 for a row that met no valid key. None before the last step.
-        lse: contiguous [B, H, M], natural log; -inf for a row that met no valid key. None as out.
-        path: ``"short"`` or ``"long"``; None: :func:`tiles.short_path` says.
+    q: [B, H, M, D], D <= 256; k, v: [B, H, Nk, D] in its dtype; any strides. A table of the step's may be as
+    :func:`pad_table` returns it.
     """
-    rows = () if out is None else (out,)
-    operands, segments = _arguments(
-        q, k, v, form, data, learned, bias_mask, key_padding_mask, segments,
-        scale, dropout_p, dropout_key, row_ids, *rows,
-    )  # fmt: skip
+    operands = _operands(step, q, k, v, state.out)
     B, H, M, _ = q.shape
-    assert all(x is None or x.is_contiguous() for x in (m, l, acc, lse))
-    if _is_short(path, q, k, segments, first and last):
+    m, l, acc, lse = state.m, state.l, state.acc, state.lse
+    if step.short:
         blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
         num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
         grid = (B * num_tiles * triton.cdiv(H, blocks["GROUP"]),)
         with torch.cuda.device_of(q):
-            short.short_fwd[grid](operands, _strided(out), lse, num_tiles, MASKED=_overruns(M, k, blocks), **blocks)
+            short.short_fwd[grid](
+                operands, _strided(state.out), lse, num_tiles, MASKED=_overruns(M, k, blocks), **blocks
+            )
         return
-    blocks = _tiles("fwd", form, q, segments)
+    blocks = _tiles("fwd", step, q)
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     with torch.cuda.device_of(q):
         forward.step_fwd[(B * num_tiles * H,)](
-            operands, m, l, acc, _strided(out), lse, num_tiles, FIRST=first, LAST=last, **blocks
+            operands, m, l, acc, _strided(state.out), lse, num_tiles, FIRST=state.first, LAST=state.last, **blocks
         )
 
 
@@ -181,35 +149,19 @@ def launch_row_delta(d_out, out, d_lse, delta) -> None:
         )
 
 
-def launch_step_bwd(
-    q, k, v, *, form, data, learned, bias_mask, key_padding_mask, segments,
-    scale, dropout_p, dropout_key, row_ids,
-    d_out, lse, delta, dq, dk, dv, d_learned, accumulate, path=None,
-) -> None:  # fmt: skip
-    """One visiting block's gradients; two calls give the same bits.
-
-    Args (else as in :func:`launch_step_fwd`):
-        d_out: [B, H, M, D], any strides, dtype of q.
-        lse: [B, H, M] of the whole softmax. delta: [B, H, M], sum(d_out * out) - d_lse. Both contiguous.
-        dq: [B, H, M, D]. dk, dv: [B, H, Nk, D] of this block. Any strides and floating dtype.
-        accumulate: add to dq, dk, dv instead of writing them.
-        d_learned: shape of ``learned``; None = not wanted. A dense plane per sequence and head is written, for the
-            columns of these keys, in any floating dtype. Whatever is summed, over broadcast axes or over pairs, is
-            added, in the dtype of lse.
-    """
-    operands, segments = _arguments(
-        q, k, v, form, data, learned, bias_mask, key_padding_mask, segments,
-        scale, dropout_p, dropout_key, row_ids, d_out, dq, dk, dv,
-    )  # fmt: skip
+def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+    """One visiting block's gradients; two calls give the same bits."""
+    d_out, dq, dk, dv, d_learned = (getattr(gradients, name) for name in ("d_out", "dq", "dk", "dv", "d_learned"))
+    operands = _operands(step, q, k, v, d_out, dq, dk, dv)
     B, H, M, _ = q.shape
-    assert all(x.is_contiguous() for x in (lse, delta))
+    form, lse = step.form, gradients.lse
     shared = form == "dense" and d_learned is not None and d_learned.shape[:2] != (B, H)
-    if not shared and _is_short(path, q, k, segments, not accumulate):
-        _short_bwd(operands, q, k, d_out, lse, delta, dq, dk, dv, d_learned, form)
+    if step.short and not shared:
+        _short_bwd(operands, step, q, k, gradients)
         return
-    blocks = _tiles("bwd", form, q, segments)
+    blocks = _tiles("bwd", step, q)
     query_tiles = triton.cdiv(M, blocks["QUERY_M"])
-    key_tiles = sum(triton.cdiv(length, blocks["KEY_N"]) for _, _, length in segments)
+    key_tiles = sum(triton.cdiv(length, blocks["KEY_N"]) for _, _, length in step.segments)
     table_tiles, table_programs = 0, 0
     group = blocks["TABLE_H"]
     num_learned = 1 if form == "dense" or d_learned is None else d_learned.shape[1]
@@ -232,25 +184,28 @@ def launch_step_bwd(
     key_programs, query_programs = B * key_tiles * H, planes_b * query_tiles * planes_h
     with torch.cuda.device_of(q):
         backward.step_bwd[(key_programs + query_programs + table_programs,)](
-            operands, _strided(d_out), lse, delta, _strided(dq), _strided(dk), _strided(dv), grad,
+            operands, _strided(d_out), lse, gradients.delta, _strided(dq), _strided(dk), _strided(dv), grad,
             key_programs, key_tiles, query_programs, query_tiles, table_tiles, B // planes_b, H // planes_h,
             BLOCK_C=max(2, triton.next_power_of_2(num_learned)), BLOCK_R=block_r,
-            SHARED=shared, ACCUMULATE=accumulate, WARPS=blocks["num_warps"],
+            SHARED=shared, ACCUMULATE=gradients.accumulate, WARPS=blocks["num_warps"],
             **blocks,
         )  # fmt: skip
-    if partials is not None and form == "projected":
+    if d_learned is None or partials is None:
+        return
+    if form == "projected":
         d_learned += partials.sum(dim=(0, 2))
-    elif partials is not None:
+    else:
         d_learned += partials.sum(dim=(0, 2)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
 
 
-def _short_bwd(operands, q, k, d_out, lse, delta, dq, dk, dv, d_learned, form) -> None:
+def _short_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, gradients: Gradients) -> None:
     B, H, M, _ = q.shape
+    form, d_learned, lse = step.form, gradients.d_learned, gradients.lse
     blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
     group = blocks["GROUP"]
     groups = triton.cdiv(H, group)
     one_tile = k.shape[2] <= blocks["BLOCK_N"]
-    dq_sums = dq if one_tile else torch.empty_like(dq, dtype=lse.dtype)
+    dq_sums = gradients.dq if one_tile else torch.empty_like(gradients.dq, dtype=lse.dtype)
     block_c, block_r, grad, partials = 2, 16, None, None
     if d_learned is not None and form == "dense":
         grad = _strided(d_learned)
@@ -262,13 +217,14 @@ def _short_bwd(operands, q, k, d_out, lse, delta, dq, dk, dv, d_learned, form) -
         partials = lse.new_empty(B, groups, group, block_c)
     with torch.cuda.device_of(q):
         short.short_bwd[(B * groups,)](
-            operands, _strided(d_out), lse, delta, _strided(dq_sums), _strided(dk), _strided(dv),
+            operands, _strided(gradients.d_out), lse, gradients.delta,
+            _strided(dq_sums), _strided(gradients.dk), _strided(gradients.dv),
             grad if partials is None else _strided(partials), BLOCK_C=block_c, BLOCK_R=block_r,
             MASKED=_overruns(M, k, blocks), ONE_TILE=one_tile, WARPS=blocks["num_warps"], **blocks,
         )  # fmt: skip
     if not one_tile:
-        dq.copy_(dq_sums)
-    if partials is not None:
+        gradients.dq.copy_(dq_sums)
+    if d_learned is not None and partials is not None:
         sums = partials.sum(dim=0)
         sums = sums.transpose(1, 2) if form == "bucket" else sums
         d_learned += sums.flatten(0, 1)[:H, : d_learned.shape[1]]

@@ -43,7 +43,7 @@ from megagraph.attention.lanes import (
     sum_of,
     transposed,
 )
-from megagraph.attention.step import Step
+from megagraph.attention.step import Gradients, State, Step
 from megagraph.attention.threads import CHUNKS, in_threads
 from megagraph.jit import jit
 
@@ -494,33 +494,16 @@ def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> _Pairs:
     return _Pairs(bias_arrays(step, compute), padding.contiguous().numpy(), of_rows, threshold)
 
 
-def attention_step(
-    step: Step,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    first: bool,
-    last: bool,
-    m: Tensor | None,
-    l: Tensor | None,
-    acc: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor | None,
-) -> None:
-    """Fold the visiting keys into the state; the last step writes ``out`` and ``lse`` instead.
-
-    q [B, H, M, D]; k, v [B, H, n, D]; m, l [B, H, M] and acc [B, H, M, D] in fp32 or fp64, contiguous, read unless
-    ``first``, written unless ``last``; out [B, H, M, D] in q's dtype, lse [B, H, M].
-    """
+def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+    """Fold the visiting keys k, v [B, H, n, D] into the state of q [B, H, M, D], or into its result."""
     compute = torch.promote_types(q.dtype, torch.float32)
     number = torch.empty(0, dtype=compute).numpy().dtype.type
     (B, H, M, D), tiles = q.shape, _tiles(step)
-    given = out
+    out = state.out
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = [plane(x.to(compute), compute) for x in (q, k, v)]
-    planes += [plane(x, compute) for x in (m, l, acc, out, lse)]
+    planes += [plane(x, compute) for x in (state.m, state.l, state.acc, out, state.lse)]
     pairs = _pairs(step, q, compute)
     keep = 1.0 if step.dropout_key is None else 1.0 - step.dropout_p
     rows = _parts(M, _ROWS_OF_KEYS)
@@ -529,41 +512,26 @@ def attention_step(
     costs = (items[:, 2] - items[:, 1]) * (items[:, 4] - items[:, 3]) * max(int(tiles[:, 2].sum()), 1)
 
     def run(_: int, start: int, end: int) -> None:
-        scale = number(step.scale)
-        _forward(start, end, items, tiles, _tile_rows(M), D, scale, number(keep), *planes, first, last, pairs)
+        scale, ends = number(step.scale), (state.first, state.last)
+        _forward(start, end, items, tiles, _tile_rows(M), D, scale, number(keep), *planes, *ends, pairs)
 
     in_threads(run, costs, _SCORES_PER_THREAD)
-    if given is not None and out is not None and given is not out:
-        given.copy_(out)
+    if state.out is not None and out is not None and state.out is not out:
+        state.out.copy_(out)
 
 
-def attention_step_backward(
-    step: Step,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    d_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    d_learned: Tensor | None,
-) -> None:
-    """Add this step's share to dq, dk, dv and the gradient of the learned part of the bias.
-
-    d_out [B, H, M, D]; lse, delta = sum(d_out * out) - d_lse: [B, H, M]; the accumulators are fp32 or fp64 and have
-    the shapes of q, k, v and ``step.learned``. ``d_learned`` None: not wanted; a dense plane that no sequences and no
-    heads share is written instead.
-    """
-    compute = dq.dtype
+def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+    """This step's share of the gradients."""
+    compute = torch.promote_types(q.dtype, torch.float32)
     number = torch.empty(0, dtype=compute).numpy().dtype.type
-    (B, H, M, D), tiles = q.shape, _tiles(step)
+    (B, H, M, D), tiles, d_learned = q.shape, _tiles(step), gradients.d_learned
+    if not gradients.accumulate:
+        for x in (gradients.dk, gradients.dv):
+            x.zero_()
     if len(tiles) == 0:
         return
     dense = d_learned if step.form == "dense" else None
-    given = {"dk": dk, "dv": dv} | ({} if dense is None else {"dense": dense})
+    given = {"dk": gradients.dk, "dv": gradients.dv} | ({} if dense is None else {"dense": dense})
     sums = {name: side_by_side(x.to(compute)) for name, x in given.items()}
     items, costs = _backward_items(B, H, M, tiles, dense, _heads_share(step))
     # each part of the keys has a dq of its own, or their order would decide the last digits
@@ -571,7 +539,8 @@ def attention_step_backward(
     dq_shares = torch.zeros(num_parts * B, H, _up_to(M, PRODUCT_ROWS), _up_to(D, LANES), dtype=compute)
     pairs = _pairs(step, q, compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
-    inputs = tuple(plane(x.to(compute), compute) for x in (q, k, v, d_out, lse, delta))
+    read = (q, k, v, gradients.d_out, gradients.lse, gradients.delta)
+    inputs = tuple(plane(x.to(compute), compute) for x in read)
     outputs = _Sums(
         dq=plane(dq_shares, compute),
         dk=plane(sums["dk"], compute),
@@ -593,7 +562,11 @@ def attention_step_backward(
     share, *others = dq_shares.split(B)
     for other in others:
         share += other
-    dq += share[:, :, :M, :D]
+    share = share[:, :, :M, :D]
+    if gradients.accumulate:
+        gradients.dq.add_(share)
+    else:
+        gradients.dq.copy_(share)
     if d_learned is not None and dense is None:
         d_learned += torch.from_numpy(d_tables.sum(axis=0)).view(H, -1)[:, : d_learned.shape[1]]
     for name, x in given.items():

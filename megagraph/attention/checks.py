@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias, check_strided
+from megagraph.attention.engines import ENGINES
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 
@@ -103,8 +104,10 @@ def check_inputs(
 def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) -> None:
     """Raise ValueError unless an operator's inputs and segments are what, and where, it will address.
 
-    ``whole``: bias and masks have a column for every key; else as many as they agree on.
+    ``whole``: bias and masks have a column for every key, in their order; else as many as they agree on.
     """
+    if step.engine not in ENGINES:
+        raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {step.engine!r}")
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q and k must have shape [B, H, M or N, D], got {list(q.shape)} and {list(k.shape)}")
     (B, H, M, D), keys, device = q.shape, k.shape[2], q.device
@@ -115,6 +118,8 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
     wide = [x for x in (step.data, dense, step.bias_mask, step.key_padding_mask) if x is not None and x.ndim]
     num_columns = keys if whole else wide[0].shape[-1] if wide else None
     check_step(step, device, B, H, M, num_columns)
+    if whole and step.segments != [(0, 0, keys)]:
+        raise ValueError(f"segments must be [(0, 0, {keys})], all keys, got {step.segments}")
     for segment in step.segments:
         key, column, length = segment
         if min(segment) < 0 or key + length > keys or (num_columns is not None and column + length > num_columns):

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
+from megagraph.attention.engines import Impl
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.operator import Impl, as_bias
+from megagraph.attention.operator import as_bias
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
 from megagraph.attention.ring import Comm, check_comm, ring_attention

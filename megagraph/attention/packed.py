@@ -12,7 +12,7 @@ from megagraph.attention.bias import Bias
 from megagraph.attention.checks import check_inputs, check_step, check_tensor, check_values
 from megagraph.attention.operator import make_step
 from megagraph.attention.packing import Packing, Rows
-from megagraph.attention.step import Step
+from megagraph.attention.step import Gradients, State, Step
 
 
 def packed_attention(
@@ -47,7 +47,7 @@ def packed_attention(
         q.new_empty(()).expand(batch, num_heads, n, q.shape[-1] // num_heads) for n in (num_queries, length)
     )
     check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, None, dropout_p, dropout_key)
-    step = make_step(q_whole, bias, None, None, dropout_p, dropout_key)
+    step = make_step(q_whole, bias, None, None, dropout_p, dropout_key, "blocked", True)
     queries = packing.rows if q.ndim == 2 else Rows.whole(batch, num_queries).packed()
     rows, shape = (queries, packing.rows), (batch, num_heads, num_queries, length)
     return _PackedAttention.apply(q.flatten(0, -2), k, v, step.learned, step, rows, shape).view(q.shape)
@@ -73,7 +73,7 @@ class _PackedAttention(torch.autograd.Function):
         check_values(step)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q_h, k_h, v_h, out_h = _heads(shape[1], q, k, v, out)
-        short.attention(step, q_h, k_h, v_h, rows, out=out_h, lse=None)
+        short.forward(step, q_h, k_h, v_h, State(first=True, last=True, out=out_h), rows)
         ctx.save_for_backward(q, k, v, learned)
         ctx.step, ctx.rows, ctx.shape = replace(step, learned=None), rows, shape
         return out
@@ -89,9 +89,9 @@ class _PackedAttention(torch.autograd.Function):
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         d_learned = torch.zeros_like(learned) if ctx.needs_input_grad[3] else None
         q, k, v, d_out, dq, dk, dv = _heads(ctx.shape[1], q, k, v, d_out, *gradients)
-        short.attention_backward(
-            step, q, k, v, ctx.rows, d_out=d_out, d_lse=None, dq=dq, dk=dk, dv=dv, d_learned=d_learned
-        )
+        none = d_out.new_empty(*d_out.shape[:2], 0)  # nobody asks for lse
+        sums = Gradients(d_out=d_out, lse=none, delta=none, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=False)
+        short.backward(step, q, k, v, sums, ctx.rows)
         return *gradients, d_learned, None, None, None
 
 

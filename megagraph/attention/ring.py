@@ -29,21 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
 from megagraph.attention.checks import check_inputs
+from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import (
-    Impl,
     as_bias,
     attention,
     attention_step_,
     attention_step_backward_,
-    choose_impl,
     learned_gradient,
     make_step,
-    prepare,
-    row_delta,
-    state_dtype,
 )
-from megagraph.attention.step import Step
+from megagraph.attention.step import Gradients, State, Step
 
 Comm = Literal["ring", "allgather"]
 
@@ -237,12 +233,12 @@ def ring_attention(
     check_comm(comm)
     layout.check_mesh(mesh)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key, layout)
-    impl = choose_impl(impl, q, k, bias, ring=layout.world_size > 1)
-    step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key)
+    path = choose(impl, q, k, bias, ring=layout.world_size > 1)
+    step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     if mesh is None or layout.world_size == 1:
-        out, lse = attention(step, q, k, v, bias, impl)
+        out, lse = attention(step, q, k, v, bias)
     else:
-        out, lse = _attend(comm, make_exchange(mesh, q.device), impl, [layout], [step], [q, k, v, step.learned])
+        out, lse = _attend(comm, make_exchange(mesh, q.device), [layout], [step], [q, k, v, step.learned])
     return (out, lse) if return_lse else out
 
 
@@ -268,15 +264,15 @@ def loopback_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
-    impl = choose_impl(impl, q, k, bias, ring=True)
+    path = choose(impl, q, k, bias, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
     steps, inputs = [], []
     for layout in layouts:
         rows = None if bias is None else bias.rows(layout.local_to_global.clamp(min=0).to(q.device))
-        steps.append(make_step(q, rows, key_padding_mask, scale, dropout_p, dropout_key))
+        steps.append(make_step(q, rows, key_padding_mask, scale, dropout_p, dropout_key, *path))
         inputs += [*(layout.shard(x, 2) for x in (q, k, v)), steps[-1].learned]
-    flat = _attend(check_comm(comm), Loopback(), impl, layouts, steps, inputs)
+    flat = _attend(check_comm(comm), Loopback(), layouts, steps, inputs)
     size = layouts[0].block_size
     out, lse = (
         layouts[0].join([x[:, :, :size] for x in parts], parts[0][:, :, size:], dim=2)
@@ -295,20 +291,19 @@ def check_comm(comm: Comm) -> Comm:
 def _attend(
     comm: Comm,
     exchange: Exchange,
-    impl: Impl,
     layouts: list[NodeLayout],
     steps: list[Step],
     inputs: list[Any],
 ) -> Sequence[Tensor]:
     """out and lse of every rank here; ``inputs`` are q, k, v and the learned part of the bias, or None, of each."""
     if comm == "ring":
-        return _RingAttention.apply(exchange, impl, layouts, steps, *inputs)
+        return _RingAttention.apply(exchange, layouts, steps, *inputs)
     q, k, v = inputs[0::4], inputs[1::4], inputs[2::4]
     gathered = _Gather.apply(exchange, layouts, *(x for pair in zip(k, v, strict=True) for x in pair))
     results: list[Tensor] = []
     for layout, step, rows, keys, values in zip(layouts, steps, q, gathered[0::2], gathered[1::2], strict=True):
         with record_function("ring step"):
-            results += attention(_with_rows(step, layout, rows), rows, keys, values, None, impl)
+            results += attention(_with_rows(step, layout, rows), rows, keys, values, None)
     return results
 
 
@@ -372,62 +367,53 @@ class _Rank:
         """The rows that travel, of two tensors [B, H, S, D], as one message [2, B, H, R, D]."""
         return torch.stack([x[:, :, : self.layout.block_size], y[:, :, : self.layout.block_size]])
 
+    def gradients(self, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, learned_grad: bool) -> Gradients:
+        """Zeros to add to, those of the learned part if wanted, with what every step reads."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (self.q, self.k, self.v))
+        learned, d_learned = self.step.learned, None
+        if learned_grad and learned is not None:
+            d_learned = learned_gradient(self.step.form, self.q, learned)
+        delta = ENGINES[self.step.engine].delta(self.step, d_out, out, d_lse)
+        return Gradients(d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=True)
+
 
 def _wait(arriving: Callable[[], list[Tensor]]) -> list[Tensor]:
     with record_function("exchange wait"):
         return arriving()
 
 
-def _ring_forward(ranks: list[_Rank], exchange: Exchange, impl: Impl) -> list[tuple[Tensor, Tensor]]:
+def _prepared(rank: _Rank) -> _Rank:
+    return replace(rank, step=ENGINES[rank.step.engine].prepare(rank.step, rank.q))
+
+
+def _ring_forward(ranks: list[_Rank], exchange: Exchange) -> list[tuple[Tensor, Tensor]]:
     """out [B, H, M, D] and lse [B, H, M] of every rank."""
-    ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
+    ranks = [_prepared(rank) for rank in ranks]
     world_size = ranks[0].layout.world_size
     results, states = [], []
-    for rank in ranks:
-        q, dtype = rank.q, state_dtype(rank.q)
-        results.append((torch.empty_like(q), q.new_empty(q.shape[:3], dtype=dtype)))
-        carried = {name: q.new_empty(q.shape[:3], dtype=dtype) for name in ("m", "l")}
-        states.append(carried | {"acc": q.new_empty(q.shape, dtype=dtype)})
+    for q in (rank.q for rank in ranks):
+        m, l, lse = (q.new_empty(q.shape[:3], dtype=state_dtype(q)) for _ in range(3))
+        acc, out = q.new_empty(q.shape, dtype=state_dtype(q)), torch.empty_like(q)
+        results.append((out, lse))
+        states.append(State(first=False, last=False, m=m, l=l, acc=acc, out=out, lse=lse))
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
     free = [torch.empty_like(block) for block in blocks]
     for s in range(world_size):
         first, last = s == 0, s == world_size - 1
         arriving = None if last else exchange.shift(blocks, free)
-        for rank, block, state, (out, lse) in zip(ranks, blocks, states, results, strict=True):
+        for rank, block, state in zip(ranks, blocks, states, strict=True):
             k, v = (rank.k, rank.v) if first else block
-            result = {"out": out, "lse": lse} if last else {"out": None, "lse": None}
-            step = rank.step_at(s).flat()
             with record_function("ring step"):
-                attention_step_(rank.q, k, v, *step, impl=impl, first=first, last=last, **state, **result)
+                attention_step_(rank.q, k, v, *rank.step_at(s).flat(), *state.at(first=first, last=last).flat())
         if arriving is not None:
             blocks, free = _wait(arriving), blocks
     return results
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """Accumulators of one rank; dk and dv are those of its own block, or of the visiting one."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    d_learned: Tensor | None
-
-
-def _ring_backward(
-    ranks: list[_Rank], saved: list[dict[str, Tensor]], exchange: Exchange, impl: Impl, learned_grad: bool
-) -> list[_Gradients]:
-    """The gradients of every rank; ``saved`` has its d_out, lse and delta."""
+def _ring_backward(ranks: list[_Rank], own: list[Gradients], exchange: Exchange) -> None:
+    """Fill in the gradients of every rank; dk and dv are those of its own block."""
     world_size = ranks[0].layout.world_size
-    own = []
-    for rank, rows in zip(ranks, saved, strict=True):
-        dtype = rows["lse"].dtype
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (rank.q, rank.k, rank.v))
-        learned, d_learned = rank.step.learned, None
-        if learned_grad and learned is not None:
-            d_learned = learned_gradient(rank.step.form, rank.q, learned)
-        own.append(_Gradients(dq, dk, dv, d_learned))
-    ranks = [replace(rank, step=prepare(rank.step, rank.q, impl)) for rank in ranks]
+    ranks = [_prepared(rank) for rank in ranks]
     blocks = [rank.regular(rank.k, rank.v) for rank in ranks]
     free = [torch.empty_like(block) for block in blocks]
 
@@ -441,13 +427,13 @@ def _ring_backward(
         first, last = s == 0, s == world_size - 1
         arriving = None if last else exchange.shift(blocks, free)
         visiting = [] if first else buffers[s % len(buffers)]
-        for i, (rank, block, sums, rows) in enumerate(zip(ranks, blocks, own, saved, strict=True)):
+        for i, (rank, block, sums) in enumerate(zip(ranks, blocks, own, strict=True)):
             k, v = (rank.k, rank.v) if first else block
             if not first:
                 dk, dv = visiting[i].zero_()
                 sums = replace(sums, dk=dk, dv=dv)
             with record_function("ring step"):
-                attention_step_backward_(rank.q, k, v, *rank.step_at(s).flat(), impl=impl, **rows, **vars(sums))
+                attention_step_backward_(rank.q, k, v, *rank.step_at(s).flat(), *sums.flat())
         if following is not None:
             torch._foreach_add_(visiting, _wait(following))
         if not first:
@@ -458,17 +444,16 @@ def _ring_backward(
         for rank, sums, (dk, dv) in zip(ranks, own, _wait(following), strict=True):
             sums.dk[:, :, : rank.layout.block_size] += dk
             sums.dv[:, :, : rank.layout.block_size] += dv
-    return own
 
 
 class _RingAttention(torch.autograd.Function):
     """Tensors in: q, k, v and the learned part of the bias, or None, of every rank here; out: their out and lse."""
 
     @staticmethod
-    def forward(ctx, exchange, impl, layouts, steps, *inputs):
-        ctx.exchange, ctx.impl, ctx.layouts, ctx.steps = exchange, impl, layouts, steps
+    def forward(ctx, exchange, layouts, steps, *inputs):
+        ctx.exchange, ctx.layouts, ctx.steps = exchange, layouts, steps
         ranks = _RingAttention._ranks(ctx, inputs)
-        results = [x for result in _ring_forward(ranks, exchange, impl) for x in result]
+        results = [x for result in _ring_forward(ranks, exchange) for x in result]
         ctx.save_for_backward(*inputs, *results)
         return tuple(results)
 
@@ -478,13 +463,16 @@ class _RingAttention(torch.autograd.Function):
         tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
         inputs, results = tensors[: 4 * len(ctx.layouts)], tensors[4 * len(ctx.layouts) :]
         ranks = _RingAttention._ranks(ctx, inputs)
-        saved = [
-            {"d_out": d_out, "lse": lse, "delta": row_delta(d_out, out, d_lse, ctx.impl)}
-            for out, lse, d_out, d_lse in zip(results[0::2], results[1::2], grads[0::2], grads[1::2], strict=True)
+        learned_grad = ctx.needs_input_grad[6]
+        own = [
+            rank.gradients(out, lse, d_out, d_lse, learned_grad)
+            for rank, out, lse, d_out, d_lse in zip(
+                ranks, results[0::2], results[1::2], grads[0::2], grads[1::2], strict=True
+            )
         ]
-        gradients = _ring_backward(ranks, saved, ctx.exchange, ctx.impl, ctx.needs_input_grad[7])
-        flat = [x for of_rank in gradients for x in vars(of_rank).values()]
-        return *(None,) * 4, *(None if d is None else d.to(x.dtype) for d, x in zip(flat, inputs, strict=True))
+        _ring_backward(ranks, own, ctx.exchange)
+        flat = [x for of_rank in own for x in (of_rank.dq, of_rank.dk, of_rank.dv, of_rank.d_learned)]
+        return *(None,) * 3, *(None if d is None else d.to(x.dtype) for d, x in zip(flat, inputs, strict=True))
 
     @staticmethod
     def _ranks(ctx, inputs):

@@ -35,7 +35,7 @@ from megagraph.attention.lanes import (
     transposed,
 )
 from megagraph.attention.packing import Rows
-from megagraph.attention.step import Step
+from megagraph.attention.step import Gradients, State, Step
 from megagraph.attention.threads import CHUNKS, in_threads
 from megagraph.jit import jit
 
@@ -320,12 +320,12 @@ def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scr
 @jit(nogil=True)
 def _backward(first, last, H, D, scale, planes, learned_grad, d_learned, queries, keys, bias, dropout, scratch):
     """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``."""
-    q, k, v, d_out, d_lse, dq, dk, dv, d_dense = borrowed(planes)
+    q, k, v, d_out, deltas, dq, dk, dv, d_dense = borrowed(planes)
     q, q_b, q_h, q_r = q
     k, k_b, k_h, k_r = k
     v, v_b, v_h, v_r = v
     d_out, d_out_b, d_out_h, d_out_r = d_out
-    d_lse, d_lse_b, d_lse_h, d_lse_r = d_lse
+    deltas, deltas_b, deltas_h, deltas_r = deltas
     dq, dq_b, dq_h, dq_r = dq
     dk, dk_b, dk_h, dk_r = dk
     dv, dv_b, dv_h, dv_r = dv
@@ -369,9 +369,9 @@ def _backward(first, last, H, D, scale, planes, learned_grad, d_learned, queries
                 # p is made as in the forward pass: exp(s - lse) would carry the rounding of lse
                 _, l = _exponentials(s, n)
                 inverse, delta = splat(_ONE) / not_zero(l), splat(_ZERO)
-                if len(d_lse):
-                    _gather(d_lse, b * d_lse_b + head * d_lse_h + row * d_lse_r, d_lse_h, heads, 1, state, 0)
-                    delta = delta - load(state, 0)
+                if len(deltas):
+                    _gather(deltas, b * deltas_b + head * deltas_h + row * deltas_r, deltas_h, heads, 1, state, 0)
+                    delta = load(state, 0)
                 if dropped:
                     row_key = mix32(head_key ^ splat(np.uint32(slot)))
                 for first_key in range(0, n, _IN_A_SUM):
@@ -455,17 +455,16 @@ def whole_rows(step: Step, q: Tensor, k: Tensor) -> tuple[Rows, Rows]:
     return Rows.whole(len(q), q.shape[2]), keys
 
 
-def attention(
-    step: Step, q: Tensor, k: Tensor, v: Tensor, rows: tuple[Rows, Rows], *, out: Tensor, lse: Tensor | None
-) -> None:
+def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, rows: tuple[Rows, Rows] | None = None) -> None:
     """Write out, and lse if wanted, of whole sequences.
 
-    q, out [B, H, M, D], k, v [B, H, N, D], lse [B, H, M]: float32; of them ``rows``, the queries and the keys. Packed
-    rows stand in one plane, [1, H, R, D].
+    q [B, H, M, D], k, v [B, H, N, D] and the result are float32. ``rows``: the queries and the keys among them, all
+    but padding unless given; packed ones stand in one plane, [1, H, R, D].
     """
-    queries, keys = rows
-    _, H, _, D = q.shape
-    sums, given = None if lse is None else torch.empty_like(lse), out
+    queries, keys = rows or whole_rows(step, q, k)
+    H, D, given, lse = q.shape[1], q.shape[3], state.out, state.lse
+    assert given is not None
+    sums = None if lse is None else torch.empty_like(lse)
     out = _side_by_side_as(given)
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, out, lse, sums))
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
@@ -482,43 +481,33 @@ def attention(
         given.copy_(out)
 
 
-def attention_backward(
-    step: Step,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: tuple[Rows, Rows],
-    *,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    d_learned: Tensor | None,
+def backward(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, rows: tuple[Rows, Rows] | None = None
 ) -> None:
-    """Write the gradients of these rows, and of the learned part of the bias (``None``: not wanted).
-
-    dq, dk, dv and a dense d_learned are written where there is a row, or a pair of rows; the caller has zeroed the
-    rest.
-    """
-    queries, keys = rows
-    _, H, _, D = q.shape
-    given = [dq, dk, dv, d_learned if step.form == "dense" else None]
+    """Write the gradients of these rows, and add those of a table or a weight; for ``rows`` see :func:`forward`."""
+    queries, keys = rows or whole_rows(step, q, k)
+    H, D, d_learned = q.shape[1], q.shape[3], gradients.d_learned
+    dense = d_learned if step.form == "dense" else None
+    given = [gradients.dq, gradients.dk, gradients.dv, dense]
+    if rows is None and step.key_padding_mask is not None:  # what has no key is not visited
+        for x in given:
+            if x is not None:
+                x.zero_()
     written = [None if x is None else _side_by_side_as(x) for x in given]
-    planes = tuple(plane(x, q.dtype) for x in (q, k, v, d_out, d_lse, *written))
+    planes = tuple(plane(x, q.dtype) for x in (q, k, v, gradients.d_out, gradients.delta, *written))
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), len(bias.learned)), np.float32)
 
     def run(chunk: int, first: int, last: int) -> None:
         size, width = _up(_longest(keys, first, last)), _up(D)
         sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (bias.at.num_learned, 1)
-        gradient = d_learned is not None, shares[chunk]
-        _backward(first, last, H, D, scale, planes, *gradient, queries, keys, bias, dropout, _scratch(*sizes))
+        wanted = d_learned is not None, shares[chunk]
+        _backward(first, last, H, D, scale, planes, *wanted, queries, keys, bias, dropout, _scratch(*sizes))
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
-    if d_learned is not None and step.form != "dense":
+    if d_learned is not None and dense is None:
         total = torch.from_numpy(shares.sum(axis=0)).view(_num_groups(H), -1, LANES)
-        d_learned.copy_(total.transpose(1, 2).flatten(0, 1)[:H, : d_learned.shape[1]])
+        d_learned += total.transpose(1, 2).flatten(0, 1)[:H, : d_learned.shape[1]]
     for x, y in zip(given, written, strict=True):
         if x is not None and y is not None and x is not y:
             x.copy_(y)

@@ -1,42 +1,130 @@
-"""One attention step: this rank's queries against one visiting block of keys (paper Eq. 3)."""
+"""What every engine is given: a step of attention, the softmax so far, and the gradients to add to (paper Eq. 3).
+
+Each is a dataclass that travels whole, but through an operator of torch.library, whose arguments are its fields, in
+order: ``schema`` says them, ``flat`` gives them, ``read`` takes them back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from torch import Tensor
 
+T = TypeVar("T", bound="Arguments")
+Segments = list[tuple[int, int, int]]  # (key_start, column_start, length) of each
+_IN_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Segments: "SymInt[]",
+    str: "str",
+    float: "float",
+    bool: "bool",
+    bool | None: "bool?",
+}
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+class Arguments:
+    """A dataclass whose fields an operator takes as arguments."""
+
+    WRITTEN: ClassVar[tuple[str, ...]] = ()  # fields that an operator writes to
+
+    @classmethod
+    def schema(cls) -> str:
+        """Of the fields, as torch.library writes it."""
+        hints = get_type_hints(cls)
+        kinds = {name: _IN_SCHEMA[hints[name]] for name in _names(cls)}
+        kinds |= {name: kinds[name].replace("Tensor", f"Tensor({name}!)") for name in cls.WRITTEN}
+        return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+
+    def flat(self) -> tuple[Any, ...]:
+        """The fields in order."""
+        return tuple(vars(self).values())
+
+    @classmethod
+    def read(cls: type[T], values: Iterator[Any]) -> T:
+        """From the next values, as many as there are fields."""
+        return cls(**{name: next(values) for name in _names(cls)})
+
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """What forward and backward share; the fields are the keywords of the Triton launchers.
+class Step(Arguments):
+    """This rank's queries against one visiting block of keys: what forward and backward share.
 
     H heads, M query rows here, N global columns. ``segments`` are (key_start, column_start, length): keys
     key_start.. of the visiting block stand in columns column_start.. of the bias and the masks.
     """
 
+    engine: str  # of ``engines.ENGINES``
+    short: bool | None  # by the engine's path for short sequences, all of whose keys are here; None: by shape
     form: str  # "none", "dense", "bucket" or "projected"
-    data: Tensor | None  # uint8 [B or 1, M, N] or [B or 1, C, M, N]
-    learned: Tensor | None  # [B or 1, H or 1, M, N], [H, R] or [H, C]
-    bias_mask: Tensor | None  # bool [B or 1, M, N]
-    key_padding_mask: Tensor | None  # bool [B, N]
-    segments: list[tuple[int, int, int]]
+    data: Tensor | None  # uint8 [B or 1, M, N], 255 = masked, or [B or 1, C, M, N]
+    learned: Tensor | None  # [B or 1, H or 1, M, N], -inf = masked; [H, R] or [H, C]
+    bias_mask: Tensor | None  # of a projected bias: bool [B or 1, M, N], True = masked
+    key_padding_mask: Tensor | None  # bool [B, N], True = ignore
+    segments: Segments
     scale: float
     dropout_p: float
-    dropout_key: Tensor | None  # int32 [B]
-    row_ids: Tensor | None = None  # global row of each local row; None: the same
+    dropout_key: Tensor | None  # int32 [B]; None: no dropout
+    row_ids: Tensor | None = None  # integer [M], global row of each local row; None: the same
 
-    def flat(self) -> tuple:
-        """The fields in order, as arguments of an operator, which takes no list of tuples."""
+    def flat(self) -> tuple[Any, ...]:
         values = vars(self) | {"segments": [number for segment in self.segments for number in segment]}
         return tuple(values.values())
 
     @classmethod
-    def from_flat(cls, *values) -> Step:
-        step = dict(zip((field.name for field in fields(cls)), values, strict=True))
-        if len(step["segments"]) % 3:
+    def read(cls, values: Iterator[Any]) -> Step:
+        given = {name: next(values) for name in _names(cls)}
+        if len(given["segments"]) % 3:
             raise ValueError(
-                f"segments must be (key_start, column_start, length) of each in one list, got {step['segments']}"
+                f"segments must be (key_start, column_start, length) of each in one list, got {given['segments']}"
             )
-        numbers = iter(step["segments"])
-        return cls(**step | {"segments": list(zip(numbers, numbers, numbers, strict=True))})
+        numbers = iter(given["segments"])
+        return cls(**given | {"segments": list(zip(numbers, numbers, numbers, strict=True))})
+
+
+@dataclass(frozen=True, kw_only=True)
+class State(Arguments):
+    """The softmax of the keys met so far, which a step reads unless it is ``first`` and writes unless it is ``last``;
+    the last one writes its result instead. What is neither is None."""
+
+    WRITTEN = ("m", "l", "acc", "out", "lse")
+
+    first: bool
+    last: bool
+    m: Tensor | None = None  # [B, H, M], running max of the scores; contiguous, fp32 (fp64 for fp64 q)
+    l: Tensor | None = None  # [B, H, M], running sum of their exponentials; as m
+    acc: Tensor | None = None  # [B, H, M, D], unnormalised output; as m
+    out: Tensor | None = None  # [B, H, M, D] in q's dtype, any strides; 0 for a row that met no valid key
+    lse: Tensor | None = None  # [B, H, M], natural log, as m; -inf for a row that met no valid key
+
+    def at(self, *, first: bool, last: bool) -> State:
+        """The part that this step is to read and write."""
+        m, l, acc = (None,) * 3 if first and last else (self.m, self.l, self.acc)
+        out, lse = (self.out, self.lse) if last else (None, None)
+        return State(first=first, last=last, m=m, l=l, acc=acc, out=out, lse=lse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients(Arguments):
+    """What backward of a step reads, and what it writes, or adds to.
+
+    A dense d_learned with a plane for each sequence and head is written, for the columns of these keys; to any other,
+    which is summed over pairs or broadcast axes, the step's share is added, in lse's dtype.
+    """
+
+    WRITTEN = ("dq", "dk", "dv", "d_learned")
+
+    d_out: Tensor  # [B, H, M, D] in q's dtype, any strides
+    lse: Tensor  # [B, H, M] of the whole softmax; contiguous, fp32 (fp64 for fp64 q)
+    delta: Tensor  # [B, H, M], as the engine's ``delta`` gives it; as lse
+    dq: Tensor  # shaped as q, k, v; any strides and floating dtype
+    dk: Tensor
+    dv: Tensor
+    d_learned: Tensor | None  # shaped as the learned part; None: not wanted
+    accumulate: bool  # add to dq, dk and dv, in lse's dtype, instead of writing them

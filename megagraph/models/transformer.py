@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.dropout import hidden_dropout, mix_key
+from megagraph.attention.engines import is_short_shape
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.operator import is_short_shape
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.layers import GraphTransformerLayer

@@ -23,18 +23,19 @@ def valid(name: str) -> dict:
     problem = make_problem("bucket", M, N, D, B=B, H=H, dtype=torch.float32, dropout_p=0.3)
     row_ids = torch.arange(M, dtype=torch.int32, device=DEVICE)
     given = dict(
-        q=problem.q, k=problem.k, v=problem.v, data=problem.bias.index, learned=problem.bias.table, bias_mask=None,
-        key_padding_mask=problem.padding, dropout_key=problem.dropout_key, row_ids=row_ids, form="bucket", scale=0.5,
-        dropout_p=0.3, impl="triton" if DEVICE == "cuda" else "blocked",
+        q=problem.q, k=problem.k, v=problem.v, engine="triton" if DEVICE == "cuda" else "blocked", short=None,
+        form="bucket", data=problem.bias.index, learned=problem.bias.table, bias_mask=None,
+        key_padding_mask=problem.padding, segments=[0, 0, N], scale=0.5, dropout_p=0.3,
+        dropout_key=problem.dropout_key, row_ids=row_ids,
     )  # fmt: skip
     out, (lse, m, l) = torch.zeros_like(problem.q), (zeros(B, H, M) for _ in range(3))
     if name == "biased_attention_backward":
         given |= dict(d_out=problem.d_out, d_lse=problem.d_lse, out=out, lse=lse, learned_grad=True)
     elif name == "attention_step_":
-        given |= dict(segments=[0, 0, N], first=False, last=True, m=m, l=l, acc=out.clone(), out=out, lse=lse)
+        given |= dict(first=False, last=True, m=m, l=l, acc=out.clone(), out=out, lse=lse)
     elif name == "attention_step_backward_":
         sums = {f"d{x}": torch.zeros_like(given[x]) for x in ("q", "k", "v")}
-        given |= dict(segments=[0, 0, N], d_out=problem.d_out, lse=lse, delta=m, d_learned=zeros(H, R), **sums)
+        given |= dict(d_out=problem.d_out, lse=lse, delta=m, d_learned=zeros(H, R), **sums, accumulate=True)
     return given
 
 

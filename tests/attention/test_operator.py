@@ -16,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import megagraph as mg
 from megagraph.attention import blocked
+from megagraph.attention.engines import choose
 from megagraph.attention.operator import _attention, attention_step_, attention_step_backward_, make_step
+from megagraph.attention.step import Gradients, State
 from tests.problems import (
     DEVICE,
     EXACT,
@@ -183,28 +185,29 @@ def test_forward_mode_is_refused(impl, differentiate, of_table):
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form):
     problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
-    q, k, v, *learned = (x.requires_grad_() for x in problem.inputs)
-    data, mask = (None, None) if problem.bias is None else (problem.bias.data, problem.bias.mask)
+    q, k, v, *_ = (x.requires_grad_() for x in problem.inputs)
     rows = torch.arange(3, 8, dtype=torch.int32, device=q.device)
-    arguments = (q, k, v, data, *(learned or [None]), mask, problem.padding, problem.dropout_key, rows, form, 0.5, 0.3)
-    for impl in IMPLS:
-        torch.library.opcheck(_attention, (*arguments, impl))
-    if DEVICE == "cpu":
-        torch.library.opcheck(_attention, (*arguments[:8], None, *arguments[9:], "blocked_short"))
+    for impl in [*IMPLS, "blocked_short"][: 3 if DEVICE == "cpu" else 1]:
+        path = choose(impl, q, k, problem.bias)
+        step = make_step(q, problem.bias, problem.padding, 0.5, 0.3, problem.dropout_key, *path)
+        step = replace(step, segments=[(0, 0, 7)], row_ids=None if path[1] else rows)
+        torch.library.opcheck(_attention, (q, k, v, *step.flat()))
 
 
 @pytest.mark.parametrize(("form", "impl"), list(zip(FORMS, itertools.cycle(IMPLS), strict=False)))
 def test_opcheck_of_a_step(form, impl):
     problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
     q, k, v = problem.q, problem.k, problem.v
-    step = make_step(q, problem.bias, problem.padding, None, 0.3, problem.dropout_key)
-    arguments = (q, k, v, *replace(step, segments=[(0, 0, 3), (3, 4, 3)]).flat(), impl)
+    step = make_step(q, problem.bias, problem.padding, None, 0.3, problem.dropout_key, impl, False)
+    arguments = (q, k, v, *replace(step, segments=[(0, 0, 3), (3, 4, 3)]).flat())
     m, l, lse, delta = torch.rand(4, *q.shape[:3])
-    torch.library.opcheck(attention_step_, (*arguments, False, False, m, l, torch.rand_like(q), None, None))
-    torch.library.opcheck(attention_step_, (*arguments, False, True, m, l, torch.rand_like(q), torch.rand_like(q), lse))
-    sums = [torch.rand_like(x) for x in (q, *problem.inputs)]
+    state = State(first=False, last=False, m=m, l=l, acc=torch.rand_like(q), out=torch.rand_like(q), lse=lse)
+    for last in (False, True):
+        torch.library.opcheck(attention_step_, (*arguments, *state.at(first=False, last=last).flat()))
+    d_out, dq, dk, dv = (torch.rand_like(x) for x in (q, q, k, v))
     d_learned = torch.rand_like(problem.bias.learned) if problem.bias else None
-    torch.library.opcheck(attention_step_backward_, (*arguments, sums[0], lse, delta, *sums[1:4], d_learned))
+    sums = Gradients(d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=True)
+    torch.library.opcheck(attention_step_backward_, (*arguments, *sums.flat()))
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])

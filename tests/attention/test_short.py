@@ -10,7 +10,8 @@ import torch
 
 import megagraph as mg
 from megagraph.attention import short
-from megagraph.attention.operator import NARROW, SHORT, _is_short, make_step
+from megagraph.attention.engines import NARROW, SHORT
+from megagraph.attention.operator import _checked, make_step
 from megagraph.kernels import tiles
 from tests.attention.test_operator import run
 from tests.problems import FORMS, assert_matches, make_problem, to
@@ -91,18 +92,20 @@ def test_what_is_not_finite_stays_so():
 
 
 def test_chosen_by_shape():
-    def chosen(M=8, N=8, D=8, dtype=torch.float32, bias=None, impl="blocked"):
+    def chosen(M=8, N=8, D=8, dtype=torch.float32, bias=None, short=None):
         q, k = (torch.zeros(2, 4, n, D, dtype=dtype) for n in (M, N))
-        return _is_short(impl, make_step(q, bias, None, None, 0.0, None), q, k)
+        bias = bias and mg.DenseBias(bias.values[:, :, :M, :N])
+        step = replace(make_step(q, bias, None, None, 0.0, None, "blocked", short), segments=[(0, 0, N)])
+        return _checked(q, k, k, step.flat()).short
 
     def dense(H, dtype=torch.float32):
         return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))
 
     assert (SHORT, NARROW) == (tiles.SHORT, tiles.NARROW)
-    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4)) and chosen(impl="blocked_short")
+    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4)) and chosen(short=True)
     for options in ({"M": 257}, {"N": 257}, {"D": 17}, {"dtype": torch.float64}, {"bias": dense(1)}, {"M": 0}):
         assert not chosen(**options), options
-    assert not chosen(bias=dense(4, torch.float64)) and not chosen(impl="blocked_long")
+    assert not chosen(bias=dense(4, torch.float64)) and not chosen(short=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""Who can run a step of attention, by which path, and why not.
+
+An engine computes steps; both take the same arguments, of ``step``, and the operators in ``operator`` know no more of
+them than :class:`Engine` says.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from megagraph.attention.bias import Bias, DenseBias
+from megagraph.attention.step import Gradients, State, Step
+
+Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
+SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, as in megagraph.kernels.tiles
+
+
+class Engine(Protocol):
+    """Computes steps on one kind of device."""
+
+    def refusals(self, q: Tensor) -> list[str]:
+        """Why it cannot run here, a sentence each."""
+
+    def long_only(self, q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
+        """Why its path for short sequences cannot run these, a sentence each.
+
+        Args:
+            q, k: [B, H, M, D], [B, H, N, D].
+            dense: a dense bias.
+        """
+
+    def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
+        """Whether it takes that path where it is not told; all keys are here."""
+
+    def prepare(self, step: Step, q: Tensor) -> Step:
+        """The step with what would else be made anew in every step of a ring."""
+
+    def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+        """Fold the visiting keys into the state, or into its result at the last step.
+
+        q: [B, H, M, D]; k, v: [B, H, n, D] in its dtype; any strides.
+        """
+
+    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+        """What the softmax subtracts in ds = p * (dp - delta), [B, H, M], so far as ``backward`` does not find it
+        itself; a gradient of lse enters with the other sign."""
+
+    def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+        """The share of one visiting block."""
+
+
+class Triton:
+    """The kernels: CUDA, or the CPU in Triton's interpreter."""
+
+    def refusals(self, q: Tensor) -> list[str]:
+        interpreted, reasons = os.environ.get("TRITON_INTERPRET") == "1", []
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (it has wheels for Linux only)")
+        if not q.is_cuda and not interpreted:
+            reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
+        if q.dtype == torch.float64 and not interpreted:
+            reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
+        return reasons
+
+    def long_only(self, q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
+        reasons = _too_large(q, k, "triton")
+        if dense is not None and dense.shape[:2] != q.shape[:2]:
+            reasons.append(f"a dense bias must have a plane per head, got {tuple(dense.shape)}; use impl='triton'")
+        return reasons
+
+    def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
+        return not _too_large(q, k, "triton")
+
+    def prepare(self, step: Step, q: Tensor) -> Step:
+        if step.form != "bucket":
+            return step
+        from megagraph.kernels.biased_attention import pad_table
+
+        assert step.learned is not None
+        return replace(step, learned=pad_table(step.learned, state_dtype(q)))
+
+    def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+        from megagraph.kernels.biased_attention import launch_step_fwd
+
+        launch_step_fwd(step, q, k, v, state)
+
+    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+        from megagraph.kernels.biased_attention import launch_row_delta
+
+        delta = torch.empty_like(d_lse, memory_format=torch.contiguous_format)
+        launch_row_delta(d_out, out, d_lse.contiguous(), delta)
+        return delta
+
+    def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+        from megagraph.kernels.biased_attention import launch_step_bwd
+
+        launch_step_bwd(step, q, k, v, gradients)
+
+
+class Blocked:
+    """Loops that Numba compiles, on a CPU; it takes a second to import."""
+
+    def refusals(self, q: Tensor) -> list[str]:
+        if q.device.type in ("cpu", "meta"):
+            return []
+        return [f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device"]
+
+    def long_only(self, q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
+        reasons = _too_large(q, k, "blocked")
+        if q.device.type != "cpu" or q.dtype != torch.float32:
+            reasons.append(f"it takes torch.float32 on a CPU, got {q.dtype} on {q.device}; use impl='blocked'")
+        if dense is not None and (dense.shape[:2] != q.shape[:2] or dense.dtype != q.dtype):
+            reasons.append(
+                f"a dense bias must have a plane per head in the dtype of q, got {tuple(dense.shape)} in "
+                f"{dense.dtype}; use impl='blocked'"
+            )
+        return reasons
+
+    def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
+        return step.row_ids is None and not self.long_only(q, k, step.learned if step.form == "dense" else None)
+
+    def prepare(self, step: Step, q: Tensor) -> Step:
+        return step
+
+    def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+        from megagraph.attention import blocked, short
+
+        (short if step.short else blocked).forward(step, q, k, v, state)
+
+    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+        if step.short:  # it adds the product itself, of the p and dp that it has at hand
+            return -d_lse
+        return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
+
+    def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+        from megagraph.attention import blocked, short
+
+        (short if step.short else blocked).backward(step, q, k, v, gradients)
+
+
+ENGINES: dict[str, Engine] = {"triton": Triton(), "blocked": Blocked()}
+# the engine, and whether it is to take its path for short sequences; None: by shape
+_NAMED: dict[str, tuple[str, bool | None]] = {
+    "triton": ("triton", None),
+    "triton_short": ("triton", True),
+    "triton_long": ("triton", False),
+    "blocked": ("blocked", None),
+    "blocked_short": ("blocked", True),
+    "blocked_long": ("blocked", False),
+    "reference": ("reference", None),
+}
+
+
+def is_short_shape(num_nodes: int, head_dim: int) -> bool:
+    """Whether whole sequences of so many nodes, in float32, take an engine's path for short sequences."""
+    return num_nodes <= SHORT and head_dim <= NARROW
+
+
+def _too_large(q: Tensor, k: Tensor, engine: str) -> list[str]:
+    M, N, D = q.shape[2], k.shape[2], q.shape[3]
+    if is_short_shape(max(M, N), D):
+        return []
+    return [f"it takes at most {SHORT} rows and keys of head dim {NARROW}, got {M}, {N} and {D}; use impl={engine!r}"]
+
+
+def choose(
+    impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, ring: bool = False
+) -> tuple[str, bool | None]:
+    """The engine to run, or "reference": the one asked for, or by device; and ``Step.short``.
+
+    Raises:
+        ValueError: there is none of this name.
+        NotImplementedError: it cannot run these inputs; every reason is listed.
+    """
+    if impl is None:
+        impl = "triton" if q.is_cuda else "blocked"
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl must be {', '.join(map(repr, get_args(Impl)))} or None, got {impl!r}")
+    name, short = _NAMED[impl]
+    reasons = ENGINES[name].refusals(q) if name in ENGINES else []
+    if ring and (short or name not in ENGINES):
+        instead = repr(name) if name in ENGINES else "'blocked' or 'triton'"
+        reasons.append(f"it needs all keys on one rank, not in a ring; use impl={instead}")
+    elif short:
+        reasons += ENGINES[name].long_only(q, k, bias.values if isinstance(bias, DenseBias) else None)
+    if reasons:
+        raise NotImplementedError(f"impl={impl!r} cannot run these inputs:\n  " + "\n  ".join(reasons))
+    return name, short
+
+
+def state_dtype(q: Tensor) -> torch.dtype:
+    """Of sums: fp32, or fp64 for fp64 inputs."""
+    return torch.promote_types(q.dtype, torch.float32)
