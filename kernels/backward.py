@@ -20,6 +20,8 @@ from megagraph.kernels.table_gradient import table_program
 from megagraph.kernels.tile import (
     LOG2E,
     REST,
+    Keys,
+    Queries,
     add_dot,
     channel_tile,
     dot,
@@ -66,30 +68,33 @@ def _load_lse(x, ptr, offs, mask):
 
 @triton.jit
 def _key_tile(
-    x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, rows_left, col, cols_left,
+    x, dk, dv, k, v, saved, q_ptr, d_out_ptr, b, h, row, keys,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the queries at row.. to dk and dv.
+    """Add the share of the queries at row.. to dk and dv of the keys k and v.
 
     The tile stands as the bias does, queries by keys, and p and ds go through shared memory to be transposed: in 16
     bits, where a transposed bias would be read one element at a time.
     """
+    left = x.M - row
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    in_rows = offs_m < rows_left
-    q = load_rows(x, x.q, q_ptr, row, offs_m, rows_left, MASKED)
-    do = load_rows(x, d_out, d_out_ptr, row, offs_m, rows_left, MASKED)
+    in_rows = offs_m < left
+    q = load_rows(x, x.q, q_ptr, row, offs_m, left, MASKED)
+    do = load_rows(x, saved.d_out, d_out_ptr, row, offs_m, left, MASKED)
     stat = (b * x.H + h) * x.M + row + offs_m
-    lse = _load_lse(x, lse_ptr, stat, in_rows if MASKED else None)
-    delta = (tl.load(delta_ptr + stat, mask=in_rows, other=0.0) if MASKED else tl.load(delta_ptr + stat))[:, None]
+    lse = _load_lse(x, saved.lse, stat, in_rows if MASKED else None)
+    delta = tl.load(saved.delta + stat, mask=in_rows, other=0.0) if MASKED else tl.load(saved.delta + stat)
+    delta = delta[:, None]
 
-    s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, offs_n < cols_left, MASKED)
+    queries = Queries(b, h, row, offs_m, in_rows, None)
+    s = scores(x, dot(x, q, tl.trans(k)), queries, keys, offs_n, offs_n < keys.left, MASKED)
     p = exp(x, s, lse)
     dp = dot(x, do, tl.trans(v))
     p_kept = p
     if x.THRESHOLD > 0:  # kept p is scaled once, in dv
-        keys = row_keys(x, b, h, tl.minimum(row + offs_m, x.M - 1))
-        drop = dropped(x, keys[:, None], (col + offs_n)[None, :])
+        row_key = row_keys(x, b, h, tl.minimum(row + offs_m, x.M - 1))
+        drop = dropped(x, row_key[:, None], (keys.col + offs_n)[None, :])
         p_kept = tl.where(drop, 0.0, p)
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
     dv = add_dot(dv, tl.trans(p_kept.to(do.dtype)), do)
@@ -99,56 +104,53 @@ def _key_tile(
 
 @triton.jit
 def _key_program(
-    x, d_out, lse_ptr, delta_ptr, dk_out, dv_out, b, h, key, col, left,
+    x, saved, dk_out, dv_out, b, h, start, col, left,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of ``left`` <= BLOCK_N keys at key.., over all queries."""
+    """dk, dv of ``left`` <= BLOCK_N keys at start.., over all queries."""
     offs_n = tl.arange(0, BLOCK_N)
-    k = load_rows(x, x.k, head_ptr(x, x.k, b, h), key, offs_n, left, True)
-    v = load_rows(x, x.v, head_ptr(x, x.v, b, h), key, offs_n, left, True)
+    keys = Keys(None, None, start, col, left)
+    k = load_rows(x, x.k, head_ptr(x, x.k, b, h), start, offs_n, left, True)
+    v = load_rows(x, x.v, head_ptr(x, x.v, b, h), start, offs_n, left, True)
     q_ptr = head_ptr(x, x.q, b, h)
-    d_out_ptr = head_ptr(x, d_out, b, h)
+    d_out_ptr = head_ptr(x, saved.d_out, b, h)
     dk = tl.zeros([BLOCK_N, x.BLOCK_D], x.ACC_DTYPE)
     dv = tl.zeros([BLOCK_N, x.BLOCK_D], x.ACC_DTYPE)
     # in 64 bits, as a row is multiplied by strides
     whole = tl.where(left < BLOCK_N, 0, x.M // BLOCK_M * BLOCK_M).to(tl.int64)
-    for row in loop(0, whole, BLOCK_M):
-        dk, dv = _key_tile(
-            x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, BLOCK_M, col, left,
-            BLOCK_M, BLOCK_N, False,
-        )  # fmt: skip
-    for row in loop(whole, x.M, REST):
-        dk, dv = _key_tile(
-            x, dk, dv, k, v, d_out, q_ptr, d_out_ptr, lse_ptr, delta_ptr, b, h, row, x.M - row, col, left,
-            REST, BLOCK_N, True,
-        )  # fmt: skip
-    write_rows(x, dk_out, b, h, key, offs_n, left, dk * x.scale, ACCUMULATE)
-    write_rows(x, dv_out, b, h, key, offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
+    for MASKED in tl.static_range(2):
+        for row in loop(whole if MASKED else 0, x.M if MASKED else whole, REST if MASKED else BLOCK_M):
+            dk, dv = _key_tile(
+                x, dk, dv, k, v, saved, q_ptr, d_out_ptr, b, h, row, keys,
+                REST if MASKED else BLOCK_M, BLOCK_N, MASKED,
+            )  # fmt: skip
+    write_rows(x, dk_out, b, h, start, offs_n, left, dk * x.scale, ACCUMULATE)
+    write_rows(x, dv_out, b, h, start, offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
 
 
 @triton.jit
 def _query_tile(
-    x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, row, offs_m, in_rows, key, col, left,
+    x, dq, sums, q, do, lse, delta, queries, keys, d_learned,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the keys at key.., in columns col.., to dq; write db, or add to the projection's sums
-    [BLOCK_M, BLOCK_C]."""
+    """Add the share of the keys to dq; write db, or add to the projection's sums [BLOCK_M, BLOCK_C]."""
+    b, row, offs_m, col = queries.b, queries.row, queries.offs, keys.col
     offs_n = tl.arange(0, BLOCK_N)
-    in_cols = offs_n < left
-    k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
-    v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
-    s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+    in_cols = offs_n < keys.left
+    k = load_rows(x, x.k, keys.k, keys.start, offs_n, keys.left, MASKED)
+    v = load_rows(x, x.v, keys.v, keys.start, offs_n, keys.left, MASKED)
+    s = scores(x, dot(x, q, tl.trans(k)), queries, keys, offs_n, in_cols, MASKED)
     p = exp(x, s, lse)
     dp = dot(x, do, tl.trans(v))
     if x.THRESHOLD > 0:
-        dp = tl.where(dropped(x, keys[:, None], (col + offs_n)[None, :]), 0.0, dp * x.KEEP_SCALE)
+        dp = tl.where(dropped(x, queries.keys[:, None], (col + offs_n)[None, :]), 0.0, dp * x.KEEP_SCALE)
     ds = p * (dp - delta)  # 0 for a masked pair, whose p is 0
     dq = add_dot(dq, ds, k)
-    inside = in_rows[:, None] & in_cols[None, :] if MASKED else in_rows[:, None]
+    inside = queries.inside[:, None] & in_cols[None, :] if MASKED else queries.inside[:, None]
     if d_learned is not None and x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = d_learned.strides
         offsets = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
-        ptrs = (d_learned.ptr + b * stride_b + h * stride_h + row * stride_m + col * stride_n) + offsets
+        ptrs = (d_learned.ptr + b * stride_b + queries.h * stride_h + row * stride_m + col * stride_n) + offsets
         db = ds
         if SHARED:  # by the heads of this program, one after another
             db += tl.load(ptrs, mask=inside, other=0.0)
@@ -163,7 +165,7 @@ def _query_tile(
 
 @triton.jit
 def _query_program(
-    x, d_out, lse_ptr, delta_ptr, dq_out, d_learned, b, h, tile, num_tiles,
+    x, saved, dq_out, d_learned, b, h, tile, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
@@ -173,11 +175,11 @@ def _query_program(
     in_rows = offs < x.M - row
     offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)  # rows beyond M repeat the last one, with p = 0
     q = load_rows(x, x.q, head_ptr(x, x.q, b, h), row, offs_m, x.M, False)
-    do = load_rows(x, d_out, head_ptr(x, d_out, b, h), row, offs_m, x.M, False)
+    do = load_rows(x, saved.d_out, head_ptr(x, saved.d_out, b, h), row, offs_m, x.M, False)
     stat = (b * x.H + h) * x.M + row + offs
-    lse = _load_lse(x, lse_ptr, stat, in_rows)
-    delta = tl.load(delta_ptr + stat, mask=in_rows, other=0.0)[:, None]
-    keys = row_keys(x, b, h, row + offs_m)
+    lse = _load_lse(x, saved.lse, stat, in_rows)
+    delta = tl.load(saved.delta + stat, mask=in_rows, other=0.0)[:, None]
+    queries = Queries(b, h, row, offs_m, in_rows, row_keys(x, b, h, row + offs_m))
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
     dq = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
@@ -185,16 +187,13 @@ def _query_program(
     for i in loop(0, x.num_segments, 1):
         key_start, column_start, length = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
-        for start in loop(0, whole, BLOCK_N):
-            dq, sums = _query_tile(
-                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, row, offs_m, in_rows,
-                key_start + start, column_start + start, BLOCK_N, BLOCK_N, BLOCK_C, SHARED, False,
-            )  # fmt: skip
-        for start in loop(whole, length, REST):
-            dq, sums = _query_tile(
-                x, dq, sums, q, do, lse, delta, k_ptr, v_ptr, keys, d_learned, b, h, row, offs_m, in_rows,
-                key_start + start, column_start + start, length - start, REST, BLOCK_C, SHARED, True,
-            )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            for start in loop(whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N):
+                keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, length - start)
+                dq, sums = _query_tile(
+                    x, dq, sums, q, do, lse, delta, queries, keys, d_learned,
+                    REST if MASKED else BLOCK_N, BLOCK_C, SHARED, MASKED,
+                )  # fmt: skip
     write_rows(x, dq_out, b, h, row, offs, x.M - row, dq * x.scale, ACCUMULATE)
     if d_learned is not None and x.FORM == "projected":  # partial sums [B, H, num_tiles, C]
         offs_c = tl.arange(0, BLOCK_C)
@@ -204,22 +203,21 @@ def _query_program(
 
 @triton.jit
 def step_bwd(
-    x, d_out, lse_ptr, delta_ptr, dq, dk, dv, d_learned,
-    num_key_programs, num_key_tiles, num_query_programs, num_query_tiles, num_table_tiles, group_b, group_h,
+    x, saved, dq, dk, dv, d_learned, programs,
     KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr, BLOCK_C: tl.constexpr,
     TABLE_H: tl.constexpr, TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, BLOCK_R: tl.constexpr,
     SHARED: tl.constexpr, ACCUMULATE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_key_programs + num_query_programs + table programs); heads vary fastest, as in forward.
+    """Grid (programs.key + programs.query + table programs); heads vary fastest, as in forward.
 
     A key program owns one key tile of one head. A query program owns one query tile of one bias plane, which
     group_b * group_h heads share: one, unless the gradient of a broadcast dense plane is wanted.
     """
     pid = tl.program_id(0).to(tl.int64)
-    if pid < num_key_programs:
+    if pid < programs.key:
         h = pid % x.H
-        tile = pid // x.H % num_key_tiles
-        b = pid // x.H // num_key_tiles
+        tile = pid // x.H % programs.key_tiles
+        b = pid // x.H // programs.key_tiles
         key = tile * 0
         col = tile * 0
         left = 0
@@ -232,26 +230,26 @@ def step_bwd(
             left = tl.where(here, tl.minimum(length - start, KEY_N), left).to(tl.int32)
             tile -= tl.cdiv(length, KEY_N)
         col = tl.multiple_of(col, x.COLUMN_ALIGNMENT)
-        _key_program(x, d_out, lse_ptr, delta_ptr, dk, dv, b, h, key, col, left, KEY_M, KEY_N, ACCUMULATE)
-    elif pid < num_key_programs + num_query_programs:
-        pid -= num_key_programs
-        planes_h = x.H // group_h
+        _key_program(x, saved, dk, dv, b, h, key, col, left, KEY_M, KEY_N, ACCUMULATE)
+    elif pid < programs.key + programs.query:
+        pid -= programs.key
+        planes_h = x.H // programs.group_h
         plane_h = pid % planes_h
-        tile = pid // planes_h % num_query_tiles
-        plane_b = pid // planes_h // num_query_tiles
-        for g in loop(0, group_b * group_h, 1):
+        tile = pid // planes_h % programs.query_tiles
+        plane_b = pid // planes_h // programs.query_tiles
+        for g in loop(0, programs.group_b * programs.group_h, 1):
             _query_program(
-                x, d_out, lse_ptr, delta_ptr, dq, d_learned,
-                plane_b * group_b + g // group_h, plane_h * group_h + g % group_h, tile, num_query_tiles,
+                x, saved, dq, d_learned,
+                plane_b * programs.group_b + g // programs.group_h, plane_h * programs.group_h + g % programs.group_h, tile, programs.query_tiles,
                 QUERY_M, QUERY_N, BLOCK_C, SHARED, ACCUMULATE,
             )  # fmt: skip
             if SHARED:
                 tl.debug_barrier()  # the next head reads what this one added to the plane's gradient
     elif d_learned is not None and x.FORM == "bucket":
-        pid -= num_key_programs + num_query_programs
+        pid -= programs.key + programs.query
         groups = tl.cdiv(x.H, TABLE_H)
         table_program(
-            x, d_out, lse_ptr, delta_ptr, d_learned,
-            pid // groups // num_table_tiles, pid % groups, pid // groups % num_table_tiles, num_table_tiles,
+            x, saved, d_learned,
+            pid // groups // programs.table_tiles, pid % groups, pid // groups % programs.table_tiles, programs.table_tiles,
             TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.kernels import backward, forward, short, tiles
-from megagraph.kernels.tile import TABLE_SIZE, Operands, Strided
+from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Strided
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,6 +109,10 @@ def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
     return tiles.choose(kernel, step.form, q.element_size(), q.shape[3], q.shape[2], longest, tiles.architecture())
 
 
+def _saved(gradients: Gradients) -> Saved:
+    return Saved(_strided(gradients.d_out), gradients.lse, gradients.delta)
+
+
 def _overruns(M: int, k: Tensor, blocks: dict[str, int]) -> bool:
     return bool(M % blocks["BLOCK_M"] or k.shape[2] % blocks["BLOCK_N"])
 
@@ -181,11 +185,18 @@ def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Grad
         table_programs = B * groups * table_tiles
         partials = lse.new_empty(B, groups, table_tiles, block_r, group)
         grad = _strided(partials)
-    key_programs, query_programs = B * key_tiles * H, planes_b * query_tiles * planes_h
+    programs = Programs(
+        key=B * key_tiles * H,
+        key_tiles=key_tiles,
+        query=planes_b * query_tiles * planes_h,
+        query_tiles=query_tiles,
+        table_tiles=table_tiles,
+        group_b=B // planes_b,
+        group_h=H // planes_h,
+    )
     with torch.cuda.device_of(q):
-        backward.step_bwd[(key_programs + query_programs + table_programs,)](
-            operands, _strided(d_out), lse, gradients.delta, _strided(dq), _strided(dk), _strided(dv), grad,
-            key_programs, key_tiles, query_programs, query_tiles, table_tiles, B // planes_b, H // planes_h,
+        backward.step_bwd[(programs.key + programs.query + table_programs,)](
+            operands, _saved(gradients), _strided(dq), _strided(dk), _strided(dv), grad, programs,
             BLOCK_C=max(2, triton.next_power_of_2(num_learned)), BLOCK_R=block_r,
             SHARED=shared, ACCUMULATE=gradients.accumulate, WARPS=blocks["num_warps"],
             **blocks,
@@ -217,8 +228,7 @@ def _short_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, gradients: 
         partials = lse.new_empty(B, groups, group, block_c)
     with torch.cuda.device_of(q):
         short.short_bwd[(B * groups,)](
-            operands, _strided(gradients.d_out), lse, gradients.delta,
-            _strided(dq_sums), _strided(gradients.dk), _strided(gradients.dv),
+            operands, _saved(gradients), _strided(dq_sums), _strided(gradients.dk), _strided(gradients.dv),
             grad if partials is None else _strided(partials), BLOCK_C=block_c, BLOCK_R=block_r,
             MASKED=_overruns(M, k, blocks), ONE_TILE=one_tile, WARPS=blocks["num_warps"], **blocks,
         )  # fmt: skip

@@ -17,6 +17,8 @@ from megagraph.kernels.tile import (
     LN2,
     LOG2E,
     REST,
+    Keys,
+    Queries,
     add_dot,
     dot,
     dropped,
@@ -33,19 +35,16 @@ from megagraph.kernels.tile import (
 
 
 @triton.jit
-def _fwd_tile(
-    x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows, key, col, left,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Fold the keys at key.., in columns col.., into the state: m and l [BLOCK_M, 1], acc [BLOCK_M, BLOCK_D]."""
+def _fwd_tile(x, m, l, acc, q, queries, keys, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """Fold keys into the state: m and l [BLOCK_M, 1], acc [BLOCK_M, BLOCK_D]."""
     offs_n = tl.arange(0, BLOCK_N)
-    in_cols = offs_n < left
-    k = load_rows(x, x.k, k_ptr, key, offs_n, left, MASKED)
-    v = load_rows(x, x.v, v_ptr, key, offs_n, left, MASKED)
-    s = scores(x, dot(x, q, tl.trans(k)), b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+    in_cols = offs_n < keys.left
+    k = load_rows(x, x.k, keys.k, keys.start, offs_n, keys.left, MASKED)
+    v = load_rows(x, x.v, keys.v, keys.start, offs_n, keys.left, MASKED)
+    s = scores(x, dot(x, q, tl.trans(k)), queries, keys, offs_n, in_cols, MASKED)
     m, l, p, rescale = online_softmax(x, m, l, s)
     if x.THRESHOLD > 0:  # kept p is scaled once, in out
-        p = tl.where(dropped(x, keys[:, None], (col + offs_n)[None, :]), 0.0, p)
+        p = tl.where(dropped(x, queries.keys[:, None], (keys.col + offs_n)[None, :]), 0.0, p)
     return m, l, add_dot(acc * rescale, p, v)
 
 
@@ -86,20 +85,14 @@ def step_fwd(
 
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
-    keys = row_keys(x, b, h, row + offs_m)
+    queries = Queries(b, h, row, offs_m, in_rows, row_keys(x, b, h, row + offs_m))
     for i in loop(0, x.num_segments, 1):
         key_start, column_start, length = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
-        for start in loop(0, whole, BLOCK_N):
-            m, l, acc = _fwd_tile(
-                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows,
-                key_start + start, column_start + start, BLOCK_N, BLOCK_N, False,
-            )  # fmt: skip
-        for start in loop(whole, length, REST):
-            m, l, acc = _fwd_tile(
-                x, m, l, acc, q, k_ptr, v_ptr, keys, b, h, row, offs_m, in_rows,
-                key_start + start, column_start + start, length - start, REST, True,
-            )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            for start in loop(whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N):
+                keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, length - start)
+                m, l, acc = _fwd_tile(x, m, l, acc, q, queries, keys, REST if MASKED else BLOCK_N, MASKED)
 
     if LAST:
         lse, l_safe = log_sum_exp(x, m, l)

@@ -13,6 +13,8 @@ import triton.language as tl
 from megagraph.kernels.table_gradient import add_one_hot
 from megagraph.kernels.tile import (
     LOG2E,
+    Keys,
+    Queries,
     add_dot,
     bucket_tile,
     channel_tile,
@@ -48,7 +50,8 @@ def short_fwd(
     offs_m = tl.arange(0, BLOCK_M)
     in_rows = offs_m < x.M - row
     q = load_heads(x, x.q, b, heads, row, offs_m, x.M - row, MASKED)
-    keys = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
+    row_key = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
+    queries = Queries(b, heads, row, offs_m, in_rows, row_key)
     m = tl.full([GROUP, BLOCK_M, 1], -float("inf"), x.ACC_DTYPE)
     l = tl.zeros([GROUP, BLOCK_M, 1], x.ACC_DTYPE)
     acc = tl.zeros([GROUP, BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
@@ -58,10 +61,11 @@ def short_fwd(
         v = load_heads(x, x.v, b, heads, col, offs_n, x.Nk - col, MASKED)
         qk = dot(x, q, tl.permute(k, (0, 2, 1)))
         in_cols = offs_n < x.Nk - col
-        s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+        keys = Keys(None, None, col, col, x.Nk - col)
+        s = scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED)
         m, l, p, rescale = online_softmax(x, m, l, s)
         if x.THRESHOLD > 0:  # kept p is scaled once, in out
-            p = tl.where(dropped(x, keys[:, :, None], (col + offs_n)[None, None, :]), 0.0, p)
+            p = tl.where(dropped(x, row_key[:, :, None], (col + offs_n)[None, None, :]), 0.0, p)
         acc = add_dot(acc * rescale, p, v)
     lse, l_safe = log_sum_exp(x, m, l)
     exists = (offs_h < x.H)[:, None, None] & in_rows[None, :, None]
@@ -74,7 +78,7 @@ def short_fwd(
 
 @triton.jit
 def short_bwd(
-    x, d_out, lse_ptr, delta_ptr, dq, dk, dv, d_learned,
+    x, saved, dq, dk, dv, d_learned,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
     MASKED: tl.constexpr, ONE_TILE: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -103,21 +107,22 @@ def short_bwd(
             in_rows = offs_m < x.M - row
             exists = in_heads & in_rows[None, :]
             stat = (b * x.H + heads)[:, None] * x.M + (row + offs_m)[None, :]
-            lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))[:, :, None]
+            lse = tl.load(saved.lse + stat, mask=exists, other=float("inf"))[:, :, None]
             lse = tl.where(lse == -float("inf"), float("inf"), lse)
             if x.FOLD:
                 lse *= LOG2E
-            delta = tl.load(delta_ptr + stat, mask=exists, other=0.0)[:, :, None]
+            delta = tl.load(saved.delta + stat, mask=exists, other=0.0)[:, :, None]
             q = load_heads(x, x.q, b, heads, row, offs_m, x.M - row, MASKED)
-            do = load_heads(x, d_out, b, heads, row, offs_m, x.M - row, MASKED)
+            do = load_heads(x, saved.d_out, b, heads, row, offs_m, x.M - row, MASKED)
             qk = dot(x, q, tl.permute(k, (0, 2, 1)))
-            s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+            queries, keys = Queries(b, heads, row, offs_m, in_rows, None), Keys(None, None, col, col, x.Nk - col)
+            s = scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED)
             p = exp(x, s, lse)
             dp = dot(x, do, tl.permute(v, (0, 2, 1)))
             p_kept = p
             if x.THRESHOLD > 0:  # kept p is scaled once, in dv
-                keys = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
-                drop = dropped(x, keys[:, :, None], (col + offs_n)[None, None, :])
+                row_key = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
+                drop = dropped(x, row_key[:, :, None], (col + offs_n)[None, None, :])
                 p_kept = tl.where(drop, 0.0, p)
                 dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
             ds = p * (dp - delta)

@@ -14,6 +14,8 @@ import triton.language as tl
 from megagraph.kernels.tile import (
     LOG2E,
     REST,
+    Keys,
+    Queries,
     add_dot,
     bucket_tile,
     dot,
@@ -46,29 +48,29 @@ def add_one_hot(sums, bucket, ds, WARPS: tl.constexpr):
 
 @triton.jit
 def _table_tile(
-    x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key, col, left,
-    BLOCK_N: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr,
+    x, sums, q, do, lse, delta, queries, keys, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Add the pairs with the keys at key.., in columns col.., to the sums [WARPS, R, GROUP]."""
+    """Add the pairs with these keys to the sums [WARPS, R, GROUP]."""
+    b, row, offs_m, col = queries.b, queries.row, queries.offs, keys.col
     offs_n = tl.arange(0, BLOCK_N)
-    in_cols = offs_n < left
-    inside = in_rows[:, None] & in_cols[None, :]
+    in_cols = offs_n < keys.left
+    inside = queries.inside[:, None] & in_cols[None, :]
     bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
-    k = load_heads(x, x.k, b, heads, key, offs_n, left, MASKED)
-    v = load_heads(x, x.v, b, heads, key, offs_n, left, MASKED)
+    k = load_heads(x, x.k, b, queries.h, keys.start, offs_n, keys.left, MASKED)
+    v = load_heads(x, x.v, b, queries.h, keys.start, offs_n, keys.left, MASKED)
     qk = dot(x, q, tl.permute(k, (0, 2, 1)))
-    s = scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED)
+    s = scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED)
     p = exp(x, s, lse)
     dp = dot(x, do, tl.permute(v, (0, 2, 1)))
     if x.THRESHOLD > 0:
-        drop = dropped(x, keys[:, :, None], (col + offs_n)[None, None, :])
+        drop = dropped(x, queries.keys[:, :, None], (col + offs_n)[None, None, :])
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
     return add_one_hot(sums, bucket, (p * (dp - delta)).to(k.dtype), WARPS)
 
 
 @triton.jit
 def table_program(
-    x, d_out, lse_ptr, delta_ptr, d_table, b, group, tile, num_tiles,
+    x, saved, d_table, b, group, tile, num_tiles,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """d_table [B, groups, num_tiles, BLOCK_R, GROUP]: the share of BLOCK_M queries and GROUP heads, over all keys."""
@@ -79,29 +81,25 @@ def table_program(
     offs_h = group * GROUP + tl.arange(0, GROUP)
     heads = tl.minimum(offs_h, x.H - 1)  # heads beyond H repeat the last one, with p = 0
     q = load_heads(x, x.q, b, heads, row, offs_m, x.M, False)
-    do = load_heads(x, d_out, b, heads, row, offs_m, x.M, False)
+    do = load_heads(x, saved.d_out, b, heads, row, offs_m, x.M, False)
     stat = (b * x.H + heads)[:, None] * x.M + row + offs_m[None, :]
     exists = (offs_h < x.H)[:, None] & in_rows[None, :]
-    lse = tl.load(lse_ptr + stat, mask=exists, other=float("inf"))[:, :, None]
+    lse = tl.load(saved.lse + stat, mask=exists, other=float("inf"))[:, :, None]
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     if x.FOLD:
         lse *= LOG2E
-    delta = tl.load(delta_ptr + stat, mask=exists, other=0.0)[:, :, None]
-    keys = row_keys(x, b, heads[:, None], (row + offs_m)[None, :])
+    delta = tl.load(saved.delta + stat, mask=exists, other=0.0)[:, :, None]
+    queries = Queries(b, heads, row, offs_m, in_rows, row_keys(x, b, heads[:, None], (row + offs_m)[None, :]))
     sums = tl.zeros([WARPS, BLOCK_R, GROUP], x.ACC_DTYPE)
     for i in loop(0, x.num_segments, 1):
         key_start, column_start, length = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
-        for start in loop(0, whole, BLOCK_N):
-            sums = _table_tile(
-                x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key_start + start,
-                column_start + start, BLOCK_N, BLOCK_N, WARPS, False,
-            )  # fmt: skip
-        for start in loop(whole, length, REST):
-            sums = _table_tile(
-                x, sums, q, do, lse, delta, keys, b, heads, row, offs_m, in_rows, key_start + start,
-                column_start + start, length - start, REST, WARPS, True,
-            )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            for start in loop(whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N):
+                keys = Keys(None, None, key_start + start, column_start + start, length - start)
+                sums = _table_tile(
+                    x, sums, q, do, lse, delta, queries, keys, REST if MASKED else BLOCK_N, WARPS, MASKED
+                )
     offs_r = tl.arange(0, BLOCK_R)[:, None]
     ptrs = d_table.ptr + (((b * tl.cdiv(x.H, GROUP) + group) * num_tiles + tile) * BLOCK_R + offs_r) * GROUP
     tl.store(ptrs + tl.arange(0, GROUP)[None, :], tl.sum(sums, axis=0))

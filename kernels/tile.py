@@ -73,6 +73,47 @@ class Operands(NamedTuple):
     BLOCK_D: int  # D padded to a power of two, at least 16, in registers
 
 
+class Saved(NamedTuple):
+    """What backward reads beside it."""
+
+    d_out: Strided  # [B, H, M, D]
+    lse: Tensor  # [B, H, M], contiguous
+    delta: Tensor  # [B, H, M], contiguous
+
+
+class Queries(NamedTuple):
+    """The rows of a program, made by it: BLOCK_M of one head, or of several."""
+
+    b: tl.tensor
+    h: tl.tensor  # the head, or heads [GROUP]
+    row: tl.tensor  # the first
+    offs: tl.tensor  # [BLOCK_M] from there; those beyond M repeat the last one
+    inside: tl.tensor  # [BLOCK_M], whether they exist
+    keys: tl.tensor | None  # [BLOCK_M], or [GROUP, BLOCK_M], of dropout
+
+
+class Programs(NamedTuple):
+    """Which programs a launch of backward has, in their order."""
+
+    key: int  # that own a tile of keys of a head
+    key_tiles: int
+    query: int  # that own a tile of queries of a plane
+    query_tiles: int
+    table_tiles: int  # of queries, of the programs that remain
+    group_b: int  # sequences and heads that share a plane
+    group_h: int
+
+
+class Keys(NamedTuple):
+    """The keys of a tile."""
+
+    k: tl.tensor | None  # pointers to the head's first element, if there is one head
+    v: tl.tensor | None
+    start: tl.tensor  # the first, in the visiting block
+    col: tl.tensor  # and its column
+    left: tl.tensor  # of the segment, from the first on
+
+
 @triton.jit
 def head_ptr(x, t, b, h):
     """First element of t[b, h], where t has rows as q has."""
@@ -274,9 +315,11 @@ def _padding(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
 
 
 @triton.jit
-def scores(x, qk, b, h, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.constexpr):
-    """Scores scale * qk + b[b, h, row + offs_m, col + offs_n], natural log, -inf where masked or outside."""
-    inside = in_rows[:, None] & in_cols[None, :]
+def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
+    """Scores scale * qk + bias of some queries of a head and the keys at offs_n, natural log, -inf where masked or
+    outside."""
+    b, h, row, offs_m, col = queries.b, queries.h, queries.row, queries.offs, keys.col
+    inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * x.scale
     if x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = x.learned.strides
@@ -324,9 +367,10 @@ def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
 
 
 @triton.jit
-def scores_of_heads(x, qk, b, heads, row, offs_m, col, offs_n, in_rows, in_cols, MASKED: tl.constexpr):
+def scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """:func:`scores` of several heads, [GROUP, BLOCK_M, BLOCK_N], which share index, channels and masks."""
-    inside = in_rows[:, None] & in_cols[None, :]
+    b, heads, row, offs_m, col = queries.b, queries.h, queries.row, queries.offs, keys.col
+    inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * x.scale
     if x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = x.learned.strides
