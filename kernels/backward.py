@@ -238,9 +238,10 @@ def step_bwd(
         tile = pid // planes_h % programs.query_tiles
         plane_b = pid // planes_h // programs.query_tiles
         for g in loop(0, programs.group_b * programs.group_h, 1):
+            b = plane_b * programs.group_b + g // programs.group_h
+            h = plane_h * programs.group_h + g % programs.group_h
             _query_program(
-                x, saved, dq, d_learned,
-                plane_b * programs.group_b + g // programs.group_h, plane_h * programs.group_h + g % programs.group_h, tile, programs.query_tiles,
+                x, saved, dq, d_learned, b, h, tile, programs.query_tiles,
                 QUERY_M, QUERY_N, BLOCK_C, SHARED, ACCUMULATE,
             )  # fmt: skip
             if SHARED:
@@ -248,8 +249,8 @@ def step_bwd(
     elif d_learned is not None and x.FORM == "bucket":
         pid -= programs.key + programs.query
         groups = tl.cdiv(x.H, TABLE_H)
+        b = pid // groups // programs.table_tiles
+        tile = pid // groups % programs.table_tiles
         table_program(
-            x, saved, d_learned,
-            pid // groups // programs.table_tiles, pid % groups, pid // groups % programs.table_tiles, programs.table_tiles,
-            TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS,
-        )  # fmt: skip
+            x, saved, d_learned, b, pid % groups, tile, programs.table_tiles, TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS
+        )
