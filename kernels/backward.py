@@ -250,7 +250,8 @@ def step_bwd(
         pid -= programs.key + programs.query
         groups = tl.cdiv(x.H, TABLE_H)
         b = pid // groups // programs.table_tiles
+        group = pid % groups
         tile = pid // groups % programs.table_tiles
         table_program(
-            x, saved, d_learned, b, pid % groups, tile, programs.table_tiles, TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS
+            x, saved, d_learned, b, group, tile, programs.table_tiles, TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS
         )
