@@ -46,7 +46,7 @@ from bench.processes import run
 from bench.provenance import write_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
-from megagraph.data import compiled
+from megagraph.data import traversal
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.coarsen import quality
 from megagraph.data.datasets import Graph, csr_arrays, load_graph
@@ -153,7 +153,7 @@ def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, floa
     def top(epsilon: float) -> tuple[list[dict[int, float]], int]:
         """Weights of the K strongest of every source, and the edges walked."""
         csr = csr_arrays(graph.indptr, graph.indices)
-        counts, nodes, weights, walked = compiled.pagerank(sources, *csr, ALPHA, epsilon, K, known_nodes(graph))
+        counts, nodes, weights, walked = traversal.pagerank(sources, *csr, ALPHA, epsilon, K, known_nodes(graph))
         cuts = np.cumsum(counts)[:-1]
         pairs = zip(np.split(nodes, cuts), np.split(weights, cuts), strict=True)
         return [dict(zip(n.tolist(), w.tolist(), strict=True)) for n, w in pairs], walked

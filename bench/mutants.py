@@ -58,7 +58,7 @@ TESTS = {
     "megagraph/attention/ring.py": ("tests/attention/test_ring.py",),
     "megagraph/attention/module.py": ("tests/attention/test_operator.py", "tests/attention/test_dropout.py"),
     "megagraph/attention/dropout.py": ("tests/attention/test_dropout.py", *STEPS),
-    "megagraph/attention/": (*STEPS, "tests/attention/test_lanes.py", "tests/attention/test_short.py"),
+    "megagraph/attention/": (*STEPS, "tests/attention/test_simd.py", "tests/attention/test_short.py"),
     "megagraph/models/": ("tests/models", "tests/attention/test_packing.py"),
     "megagraph/data/batch.py": ("tests/data/test_batch.py",),
     "megagraph/data/structure.py": ("tests/data/test_structure.py", "tests/data/test_batch.py"),
@@ -190,13 +190,13 @@ DRAWN = (
     ),
     Mutant(
         "_exponentials",
-        "megagraph/attention/short.py",
+        "megagraph/attention/cpu/rows.py",
         "m = maximum(m, load(s, LANES * j))",
         "m = minimum(m, load(s, LANES * j))",
     ),
     Mutant(
         "whole_rows",
-        "megagraph/attention/short.py",
+        "megagraph/attention/cpu/rows.py",
         "return Rows.whole(len(q), q.shape[2]), keys",
         "return Rows.whole(len(q), q.shape[3]), keys",
     ),
@@ -208,7 +208,7 @@ DRAWN = (
     ),
     Mutant(
         "_copy_panels",
-        "megagraph/attention/blocked.py",
+        "megagraph/attention/cpu/tiles.py",
         "row, to = at + i * r_step, i * _WIDE\n        for d in range(0, whole, LANES):",
         "row, to = at + i * r_step, i * _WIDE\n        for d in range(1, whole, LANES):",
     ),

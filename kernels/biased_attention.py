@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.attention.step import Gradients, State, Step
 from megagraph.kernels import backward, forward, short, tiles
 from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Strided
+
+if TYPE_CHECKING:
+    from megagraph.attention.step import Gradients, State, Step
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ import xxhash
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-_SHARED = ("arrays.py", "compiled.py", "lanes.py", "packing.py")  # of attention: what functions of other files contain
+_SHARED = ("cpu/dropout.py", "cpu/simd.py", "cpu/views.py", "packing.py")  # of attention, in functions of other files
 _sources = hashlib.sha256(
     b"".join(Path(__file__).with_name("attention").joinpath(name).read_bytes() for name in _SHARED)
 ).hexdigest()

@@ -129,9 +129,9 @@ class Blocked:
         return step
 
     def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
-        from megagraph.attention import blocked, short
+        from megagraph.attention.cpu import rows, tiles
 
-        (short if step.short else blocked).forward(step, q, k, v, state)
+        (rows if step.short else tiles).forward(step, q, k, v, state)
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
         if step.short:  # it adds the product itself, of the p and dp that it has at hand
@@ -139,9 +139,9 @@ class Blocked:
         return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
 
     def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
-        from megagraph.attention import blocked, short
+        from megagraph.attention.cpu import rows, tiles
 
-        (short if step.short else blocked).backward(step, q, k, v, gradients)
+        (rows if step.short else tiles).backward(step, q, k, v, gradients)
 
 
 ENGINES: dict[str, Engine] = {"triton": Triton(), "blocked": Blocked()}

@@ -67,13 +67,13 @@ class _PackedAttention(torch.autograd.Function):
         rows: tuple[Rows, Rows],
         shape: tuple[int, int, int, int],
     ):
-        from megagraph.attention import short  # Numba takes a second to import
+        from megagraph.attention.cpu import rows as loops  # Numba takes a second to import
 
         _check(step, q, k, v, rows, shape, q.shape[-1])
         check_values(step)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q_h, k_h, v_h, out_h = _heads(shape[1], q, k, v, out)
-        short.forward(step, q_h, k_h, v_h, State(first=True, last=True, out=out_h), rows)
+        loops.forward(step, q_h, k_h, v_h, State(first=True, last=True, out=out_h), rows)
         ctx.save_for_backward(q, k, v, learned)
         ctx.step, ctx.rows, ctx.shape = replace(step, learned=None), rows, shape
         return out
@@ -81,7 +81,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out: Tensor):
-        from megagraph.attention import short
+        from megagraph.attention.cpu import rows as loops
 
         q, k, v, learned = ctx.saved_tensors
         step = replace(ctx.step, learned=learned)
@@ -91,7 +91,7 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v, d_out, dq, dk, dv = _heads(ctx.shape[1], q, k, v, d_out, *gradients)
         none = d_out.new_empty(*d_out.shape[:2], 0)  # nobody asks for lse
         sums = Gradients(d_out=d_out, lse=none, delta=none, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=False)
-        short.backward(step, q, k, v, sums, ctx.rows)
+        loops.backward(step, q, k, v, sums, ctx.rows)
         return *gradients, d_learned, None, None, None
 
 

@@ -107,7 +107,7 @@ def _starts(path: Path, starts: np.ndarray, stop: int) -> _Rule:
 
 def _columns(path: Path, starts: np.ndarray, num_columns: int, *, loops: bool) -> _Rule:
     """In range and ascending in every row; with ``loops`` a row may name itself. The row starts are right already."""
-    from megagraph.data.compiled import misplaced  # numba takes a second to import
+    from megagraph.data.traversal import misplaced  # numba takes a second to import
 
     row, previous = 0, -1
 

@@ -101,11 +101,11 @@ def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np
 
 def quotient(graph: Graph, parts: np.ndarray) -> sp.csr_array:
     """Directed edges between every two parts, and inside each on the diagonal: float32 [P, P]."""
-    from megagraph.data import compiled
+    from megagraph.data import traversal
 
     size = np.bincount(parts)
     members, starts = np.argsort(parts, kind="stable"), np.concatenate([[0], np.cumsum(size)])
-    csr = compiled.quotient(*csr_arrays(graph.indptr, graph.indices), parts.astype(np.int32), members, starts)
+    csr = traversal.quotient(*csr_arrays(graph.indptr, graph.indices), parts.astype(np.int32), members, starts)
     edges = sp.csr_array(csr, shape=(len(size), len(size)))
     edges.sort_indices()
     return edges

@@ -58,9 +58,9 @@ class Pagerank:
 
     def push(self, sources: np.ndarray) -> Neighbors:
         """The same, computed now."""
-        from megagraph.data import compiled
+        from megagraph.data import traversal
 
-        counts, nodes, weights, _ = compiled.pagerank(
+        counts, nodes, weights, _ = traversal.pagerank(
             np.asarray(sources, np.int64),
             *self._csr,
             self.alpha,
@@ -72,7 +72,7 @@ class Pagerank:
 
 
 def known_nodes(graph: Graph) -> np.ndarray:
-    """What ``compiled.pagerank`` looks up of a node."""
+    """What ``traversal.pagerank`` looks up of a node."""
     known = np.zeros((graph.num_nodes, 2), np.int32)
     known[:, 1] = np.diff(graph.indptr) + 1
     return known

@@ -14,9 +14,9 @@ import scipy.sparse as sp
 import torch
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.threads import in_threads
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.datasets import Graph, csr_arrays
+from megagraph.threads import in_threads
 
 Scope = Literal["auto", "graph", "batch"]
 
@@ -44,9 +44,9 @@ class InducedSubgraph:
         Row (b, i) holds the neighbours of node (b, i) among nodes (b, :): row starts int64, columns int32, and which
         edge of the graph each one is, int64.
         """
-        from megagraph.data import compiled
+        from megagraph.data import traversal
 
-        return compiled.induce(np.ascontiguousarray(nodes, np.int64), self._indptr, self._indices, self._place)
+        return traversal.induce(np.ascontiguousarray(nodes, np.int64), self._indptr, self._indices, self._place)
 
 
 class AdjacencyPowers:
@@ -94,13 +94,13 @@ class AdjacencyPowers:
         num_sequences, m = nodes.shape
         powers = np.empty((num_sequences, self.num_powers, len(rows), m), np.float32)
         if self.scope == "graph":
-            from megagraph.data import compiled
+            from megagraph.data import traversal
 
             nodes = np.ascontiguousarray(nodes, np.int64)
             of_rows = nodes[:, rows.start : rows.stop]
 
             def run(_: int, first: int, last: int) -> None:
-                compiled.look_up(*self._table, of_rows[first:last], nodes[first:last], powers[first:last])
+                traversal.look_up(*self._table, of_rows[first:last], nodes[first:last], powers[first:last])
 
             in_threads(run, np.full(num_sequences, len(rows) * m), _PAIRS_PER_THREAD)
             return powers
@@ -131,27 +131,27 @@ class AdjacencyPowers:
 
 def _power_table(matrix: sp.csr_array, num_powers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Row starts [V + 1] and columns of the entries of power C, and the values of all powers there, float32 [_, C]."""
-    from megagraph.data import compiled
+    from megagraph.data import traversal
 
     arrays = csr_arrays(matrix.indptr, matrix.indices)
-    counts = compiled.reach(np.arange(matrix.shape[0]), *arrays, num_powers)
+    counts = traversal.reach(np.arange(matrix.shape[0]), *arrays, num_powers)
     starts = np.concatenate([[0], np.cumsum(counts)])
     columns = np.empty(starts[-1], np.int32)
     values = np.empty((len(columns), num_powers), np.float32)
-    compiled.powers(*arrays, matrix.data, starts, columns, values)
+    traversal.powers(*arrays, matrix.data, starts, columns, values)
     return starts, columns, values
 
 
 def estimate_power_entries(adjacency: Graph | sp.csr_array, num_powers: int, num_probes: int = 64) -> float:
     """Entries of A~^C, from the reach of some nodes; those of A where these are above MAX_POWER_ENTRIES already."""
-    from megagraph.data import compiled
+    from megagraph.data import traversal
 
     num_nodes = len(adjacency.indptr) - 1
     if len(adjacency.indices) > MAX_POWER_ENTRIES:
         return float(len(adjacency.indices))
     probes = np.random.default_rng(0).choice(num_nodes, min(num_probes, num_nodes), replace=False)
     arrays = csr_arrays(adjacency.indptr, adjacency.indices)
-    return float(compiled.reach(probes, *arrays, num_powers).mean()) * num_nodes
+    return float(traversal.reach(probes, *arrays, num_powers).mean()) * num_nodes
 
 
 def _first_occurrence(nodes: np.ndarray) -> np.ndarray:
@@ -171,10 +171,10 @@ def hop_distances(starts: np.ndarray, columns: np.ndarray, max_distance: int, so
 
     max_distance + 1 means further or unreachable. The graphs are CSR arrays [B * n, n], as InducedSubgraph gives them.
     """
-    from megagraph.data import compiled
+    from megagraph.data import traversal
 
     out[...] = max_distance + 1
-    compiled.hops(starts, columns, sources.start, max_distance, out)
+    traversal.hops(starts, columns, sources.start, max_distance, out)
 
 
 def _aligned_columns(layout: NodeLayout) -> int:

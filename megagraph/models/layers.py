@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.attention.bias import BucketBias, ProjectedBias
-from megagraph.attention.dropout import hidden_dropout, mix_key
+from megagraph.attention.dropout import mix_key
+from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.packing import Packing

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from megagraph.attention.dropout import hidden_dropout, mix_key
+from megagraph.attention.dropout import mix_key
 from megagraph.attention.engines import is_short_shape
+from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig

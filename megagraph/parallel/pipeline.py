@@ -30,8 +30,8 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.profiler import record_function
 
+from megagraph.attention.exchange import travels_through_host
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.ring import travels_through_host
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable

@@ -7,14 +7,13 @@ import torch
 
 import megagraph as mg
 from megagraph.attention.dropout import (
-    _drop_rows,
     dropout_keys,
-    hidden_dropout,
     keep_mask,
     mix32,
     mix_key,
     row_keys,
 )
+from megagraph.attention.hidden import _drop_rows, hidden_dropout
 
 KEY = dropout_keys(2**31 + 7, 3, torch.tensor([0, 9]))
 

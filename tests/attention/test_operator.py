@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph as mg
-from megagraph.attention import blocked
+from megagraph.attention.cpu import tiles
 from megagraph.attention.engines import choose
 from megagraph.attention.operator import _attention, attention_step_, attention_step_backward_, make_step
 from megagraph.attention.step import Gradients, State
@@ -91,8 +91,8 @@ def test_blocked_is_the_same_in_any_tile(form, planes, tile, monkeypatch):
     if form != "dense":
         planes = (planes[0], 2)
     problem = make_problem(form, 19, 41, 5, B=3, dropout_p=0.7, planes=planes, masked=planes[0] == 3)
-    monkeypatch.setattr(blocked, "TILE_ROWS", tile[0])
-    monkeypatch.setattr(blocked, "TILE_KEYS", tile[1])
+    monkeypatch.setattr(tiles, "TILE_ROWS", tile[0])
+    monkeypatch.setattr(tiles, "TILE_KEYS", tile[1])
     assert_matches(run(problem, "blocked"), problem)
 
 
@@ -113,7 +113,7 @@ def test_blocked_in_threads_gives_the_same_bits(form, planes, monkeypatch):
     if form != "dense":
         planes = (planes[0], 3)
     problem = make_problem(form, 203, 533, 5, B=2, H=3, dropout_p=0.3, planes=planes)
-    monkeypatch.setattr(blocked, "_SCORES_PER_THREAD", 1)
+    monkeypatch.setattr(tiles, "_SCORES_PER_THREAD", 1)
     results = [run(problem, "blocked") for _ in range(4)]
     assert_matches(results[0], problem)
     for other in results[1:]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megagraph as mg
-from megagraph.attention import short
+from megagraph.attention.cpu import rows
 from megagraph.attention.engines import NARROW, SHORT
 from megagraph.attention.operator import _checked, make_step
 from megagraph.kernels import tiles
@@ -37,7 +37,7 @@ def test_values_and_gradients(form, shape, masked, padded, dropout_p):
 def test_any_number_of_threads_gives_the_same(form, monkeypatch):
     problem = problem_of(form, (17, 33, 8, 12), B=7, dropout_p=0.3)
     alone = run(problem, "blocked_short")
-    monkeypatch.setattr(short, "_SCORES_PER_THREAD", 1)
+    monkeypatch.setattr(rows, "_SCORES_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megagraph.attention import blocked
 from megagraph.attention.bias import DenseBias
+from megagraph.attention.cpu import tiles as cpu_tiles
 from tests.problems import (
     DEVICE,
     EXACT,
@@ -54,8 +54,8 @@ def small_tiles(monkeypatch):
         return dict.fromkeys(edges[kernel], 16) | {"TABLE_H": 8, "num_warps": 1, "num_stages": 1}
 
     monkeypatch.setattr(kernels.tiles, "choose", choose)
-    monkeypatch.setattr(blocked, "TILE_ROWS", 6)
-    monkeypatch.setattr(blocked, "TILE_KEYS", 16)
+    monkeypatch.setattr(cpu_tiles, "TILE_ROWS", 6)
+    monkeypatch.setattr(cpu_tiles, "TILE_KEYS", 16)
 
 
 HEAD_DIMS = (4, 5, 8, 16, 40, 64)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megagraph as mg
-from megagraph.attention.dropout import _hidden_dropout, dropout_keys, hidden_dropout
+from megagraph.attention.dropout import dropout_keys
+from megagraph.attention.hidden import _hidden_dropout, hidden_dropout
 from tests.problems import DEVICE, EXACT
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")

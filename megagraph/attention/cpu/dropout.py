@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megagraph.attention.lanes import LANES, counting, keep_from, load, splat, store
+from megagraph.attention.cpu.simd import LANES, counting, keep_from, load, splat, store
 from megagraph.jit import jit
 
 _GOLDEN, _MUL_1, _MUL_2 = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
@@ -34,16 +34,6 @@ def _mix32(h):
     h = np.uint32((h ^ (h >> _16)) * _MUL_1)
     h = np.uint32((h ^ (h >> _13)) * _MUL_2)
     return np.uint32(h ^ (h >> _16))
-
-
-@jit(nogil=True)
-def mix32_(x):
-    """``dropout.mix32`` of x, uint32 [R], in place."""
-    whole = len(x) // LANES * LANES
-    for i in range(0, whole, LANES):
-        store(x, i, mix32(load(x, i)))
-    for i in range(whole, len(x)):
-        x[i] = _mix32(x[i])
 
 
 @jit(nogil=True)

@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane, side_by_side
-from megagraph.attention.compiled import pair_hash
-from megagraph.attention.dropout import dropout_threshold, row_keys
-from megagraph.attention.lanes import (
+from megagraph.attention.cpu.dropout import pair_hash
+from megagraph.attention.cpu.simd import (
     LANES,
     PRODUCT_ROWS,
     add_up,
@@ -43,9 +41,11 @@ from megagraph.attention.lanes import (
     sum_of,
     transposed,
 )
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane, side_by_side
+from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.step import Gradients, State, Step
-from megagraph.attention.threads import CHUNKS, in_threads
 from megagraph.jit import jit
+from megagraph.threads import CHUNKS, in_threads
 
 _MOST_ROWS, _MOST_KEYS = 96, 240  # of a tile; compiled in
 TILE_ROWS, TILE_KEYS = _MOST_ROWS, _MOST_KEYS  # two tiles of fp32 scores take 184 kB

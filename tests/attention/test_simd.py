@@ -8,43 +8,43 @@ import numpy as np
 import pytest
 from numba import njit
 
-from megagraph.attention import lanes
+from megagraph.attention.cpu import simd
 
 
 @njit
 def _exp(x, out):
     for i in range(0, len(x), 8):
-        lanes.store(out, i, lanes.exp(lanes.load(x, i)))
+        simd.store(out, i, simd.exp(simd.load(x, i)))
 
 
 @njit
 def _look_up_and_add_up(table, index, out, sums):
-    x = lanes.look_up(table, 9, index, 5)
-    lanes.store(out, 0, x)
-    lanes.add_up(sums, index, 5, x)
+    x = simd.look_up(table, 9, index, 5)
+    simd.store(out, 0, x)
+    simd.add_up(sums, index, 5, x)
 
 
 @njit
 def _across(x):
-    return lanes.largest_of(lanes.load(x, 0)), lanes.sum_of(lanes.load(x, 0))
+    return simd.largest_of(simd.load(x, 0)), simd.sum_of(simd.load(x, 0))
 
 
 @njit
 def _transposed(x, step, out, out_step):
-    lanes.transposed(x, 2, step, out, 1, out_step)
+    simd.transposed(x, 2, step, out, 1, out_step)
 
 
 @njit
 def _words(x, out):
     for i in range(0, len(x), 8):
-        a = lanes.load(x, i)
-        lanes.store(out, i, (a ^ (a >> lanes.splat(np.uint32(5)))) * lanes.splat(np.uint32(0x85EBCA6B)))
+        a = simd.load(x, i)
+        simd.store(out, i, (a ^ (a >> simd.splat(np.uint32(5)))) * simd.splat(np.uint32(0x85EBCA6B)))
 
 
 @njit
 def _fetch(x):
     for i in (0, len(x) - 1, -1, len(x), 1 << 40, -(1 << 40)):
-        lanes.fetch(x, i)
+        simd.fetch(x, i)
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(np.float32, -87.3, 88), (np.float64, -708.3, 709)])
@@ -66,7 +66,7 @@ def test_exp(dtype, low, high):
 def test_product(dtype, vectors, add):
     """Of parts of larger matrices, with columns of a side by side or rows."""
     numbers = np.random.default_rng(0)
-    product, width = (lanes.product_8, lanes.product_16)[vectors - 1], 8 * vectors
+    product, width = (simd.product_8, simd.product_16)[vectors - 1], 8 * vectors
     a, b, c = (numbers.integers(-9, 9, shape).astype(dtype) for shape in ((20, 30), (20, 40), (20, 50)))
     run = njit(lambda a, a_row, a_k, b, c, add: product(a, 31, a_row, a_k, 7, b, 42, 40, c, 53, 50, add))
     for a_row, a_k, part in ((30, 1, a[1:7, 1:8]), (1, 30, a[1:8, 1:7].T)):
@@ -115,7 +115,7 @@ def test_fetch_of_what_is_not_there(dtype):
 
 @njit
 def _borrowed_sum(x, pair):
-    (y, _), z = lanes.borrowed((pair, x))
+    (y, _), z = simd.borrowed((pair, x))
     return y[0] + z[1]
 
 

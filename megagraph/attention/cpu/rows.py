@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagraph.attention.arrays import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, plane
-from megagraph.attention.compiled import mix32, pair_hash
-from megagraph.attention.dropout import dropout_threshold
-from megagraph.attention.lanes import (
+from megagraph.attention.cpu.dropout import mix32, pair_hash
+from megagraph.attention.cpu.simd import (
     LANES,
     borrowed,
     exp,
@@ -34,10 +32,12 @@ from megagraph.attention.lanes import (
     store,
     transposed,
 )
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, plane
+from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.packing import Rows
 from megagraph.attention.step import Gradients, State, Step
-from megagraph.attention.threads import CHUNKS, in_threads
 from megagraph.jit import jit
+from megagraph.threads import CHUNKS, in_threads
 
 _ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before
