@@ -17,7 +17,7 @@ from megagraph.planner.fitting import bench_rows, load_rows, save_rows
 from megagraph.planner.plan import ScheduleName
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
-from megagraph.planner.split import gib, paper_seconds
+from megagraph.planner.split import gib
 
 _MAX_SECONDS = 86400  # a day
 
@@ -96,18 +96,12 @@ def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
 
 def describe(cost: CostModel) -> str:
     """How good the model is, in a few lines."""
-    held, paper = cost.held_out, cost.paper
+    held = cost.held_out
     lines = [f"cost model of {cost.origin.get('device', 'an unnamed device')}"]
     if "time_mape" in held:
         lines.append(f"held out: time MAPE {held['time_mape']:.1%}, R^2 of log time {held['time_r2_log']:.3f}")
     if "memory_mape" in held:
         lines.append(f"held out: memory MAPE {held['memory_mape']:.2%}, R^2 {held['memory_r2']:.4f}")
-    if "memory_mape" in paper:
-        lines.append(f"the paper's memory form: MAPE {paper['memory_mape']:.2%}, R^2 {paper['memory_r2']:.4f}")
-    if cost.broken is None:
-        lines.append("latency grows with the layers without a break")
-    else:
-        lines.append(f"beyond {cost.broken.constant:.3g} / (b S d) layers take {cost.broken.gamma} times as long")
     if cost.model is not None and cost.workload is not None:
         first, last = cost.extra_layers(*cost.profiled())
         lines.append(f"the first stage does the work of {first:.2f} layers more, the last one of {last:+.2f}")
@@ -207,8 +201,6 @@ def explanation(cost: CostModel, workload: Workload, result: SearchResult, degre
         return f"{lines[0]}\n  pruned: {candidate.pruned}"
     terms = cost.explain(model, plan, workload)
     lines += [f"  {name:<24} {value:>10.4g} s" for name, value in terms.items()]
-    forward, backward = cost.stage_seconds(model, plan, workload)
-    lines.append(f"  {'the paper: pipeline':<24} {paper_seconds(forward, backward, plan.num_microbatches):>10.4g} s")
     lines += [f"  rank {i}: {gib(size)}" for i, size in enumerate(cost.memory_bytes(model, plan, workload))]
     lines += [f"  pruned: {candidate.pruned}"] if candidate.pruned else []
     lines += [f"  extrapolated: {what}" for what in cost.extrapolated(model, plan, workload)]

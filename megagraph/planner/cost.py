@@ -10,7 +10,6 @@ fitted to the rows of one device with non-negative least squares. The terms say 
     t_emb, t_proj              embedding_terms, head_terms
     t_p2p, t_allreduce         transfer, all_reduce
     c_mlp, c_attn              kept.element, kept.score
-    gamma, l_break, c_break    Break
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,46 +39,33 @@ class Workload:
 
     Args:
         batch_sequences: sequences of a global batch [B].
-        num_nodes, num_super: largest numbers of regular and super nodes of a sequence [N', N_s], for memory.
-        mean_nodes: regular nodes on average, for time; ``None``: always ``num_nodes``.
+        num_nodes, num_super: regular and super nodes of a sequence [N', N_s].
         num_targets: rows of a sequence that are read out.
         feature_rows: distinct rows of raw features per sequence; ``None``: one for every node.
-        prefetch: batches that wait on the device beside the one that runs.
     """
 
     batch_sequences: int
     num_nodes: int
     num_super: int = 0
-    mean_nodes: float | None = None
     num_targets: int = 1
     feature_rows: float | None = None
-    prefetch: int = 0
 
     def __post_init__(self) -> None:
-        lows = {"batch_sequences": 1, "num_nodes": 1, "num_super": 0, "num_targets": 0, "prefetch": 0}
+        lows = {"batch_sequences": 1, "num_nodes": 1, "num_super": 0, "num_targets": 0}
         for name, low in lows.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
             if getattr(self, name) >= 1 << 31:
                 raise ValueError(f"{name} must be below 2^31, got {getattr(self, name)}")
-        for name in ("mean_nodes", "feature_rows"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
+        if self.feature_rows is not None:
+            check_number("feature_rows", self.feature_rows)
 
-
-@dataclass(frozen=True)
-class Break:
-    """Layers beyond ``constant / (sequences * rows * dim)`` take ``gamma`` times as long [c_break, gamma].
-
-    The paper slows all layers down at once; here only those that no longer fit, so that time has no step.
-    """
-
-    constant: float
-    gamma: float
-
-    def effective(self, layers: float, volume: float) -> float:
-        """Layers that would take as long without a break."""
-        return layers + (self.gamma - 1) * max(0.0, layers - self.constant / volume)
+    @classmethod
+    def from_json(cls, values: Any) -> Workload:
+        """From the values of a JSON object; ValueError names a field that is not right."""
+        if isinstance(values, dict):  # of a file written before, they may be there and say nothing
+            values = {name: x for name, x in values.items() if x or name not in ("mean_nodes", "prefetch")}
+        return files.typed(cls, values, "a workload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +80,6 @@ class CostModel:
         ranges: least and largest measured value of the sizes that the terms are made of.
         held_out: errors on a random third (seed 0) of the rows, fitted to the rest.
         workload, model: of the profile; what is searched for unless another one is given.
-        paper: coefficients of the paper's memory form on the same rows, and its held-out error.
-        broken: the break of latency in layers; ``None``: none was found that lowers the held-out error.
     """
 
     origin: dict[str, str]
@@ -105,10 +89,8 @@ class CostModel:
     stall_seconds: float
     ranges: dict[str, tuple[float, float]]
     held_out: dict[str, float]
-    broken: Break | None = None
     workload: Workload | None = None
     model: ModelConfig | None = None
-    paper: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
 
     def profiled(self) -> tuple[ModelConfig, Workload]:
@@ -141,13 +123,16 @@ class CostModel:
             raise ValueError(
                 f"{path} must hold a cost model of schema {SCHEMA}, got {found!r}; run megagraph fit again"
             )
+        whole = dict(values)
+        values.pop("paper", None)  # of files written before
+        if values.pop("broken", None):
+            raise ValueError(f"{path} has a break in layers, which cost models do without now; run megagraph fit again")
         names = {f.name for f in fields(cls)}
         if values.keys() - {"checksum"} != names:
             raise ValueError(
                 f"{path} must hold the fields {sorted(names)}, lacks {sorted(names - set(values))} "
                 f"and has unknown {sorted(values.keys() - names - {'checksum'})}"
             )
-        whole = dict(values)
         values.pop("checksum", None)
         try:
             tables = {**values["seconds"], **{f"links.{k}": v for k, v in values["links"].items()}}
@@ -156,9 +141,11 @@ class CostModel:
                 for name, value in coefficients.items():
                     check_number(f"{path}: {table}.{name}", value)
             values["ranges"] = {name: (float(low), float(high)) for name, (low, high) in values["ranges"].items()}
-            for name, kind in (("broken", Break), ("workload", Workload), ("model", ModelConfig)):
-                if values[name] is not None:
-                    values[name] = files.typed(kind, values[name], f"a cost model whose {name} is right")
+            for name, kind in (("workload", Workload), ("model", ModelConfig)):
+                try:
+                    values[name] = values[name] and kind.from_json(values[name])
+                except ValueError as error:
+                    raise ValueError(f"expected a cost model whose {name} is right in {path}: {error}") from error
         except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} does not hold what a cost model holds: {error}") from error
         files.check_values(whole, f"a cost model as it was written, got {path}", by_hand=True)
@@ -258,12 +245,11 @@ class CostModel:
     def stage_tables(self, config: ModelConfig, plan: Plan, given: Workload) -> StageTables:
         """Seconds of one micro-batch on a first, middle and last stage of 0..L layers."""
         m = given.batch_sequences / (plan.dp * plan.num_microbatches)
-        nodes = given.num_nodes if given.mean_nodes is None else given.mean_nodes
-        rows = math.ceil(nodes / plan.cp) + given.num_super
-        targets = min(given.num_targets, math.ceil(nodes / plan.cp))
-        forward = self._layer(config, plan, given, m, nodes, "forward", rows)
-        backward = self._layer(config, plan, given, m, nodes, "backward", rows)
-        last = [self._layer(config, plan, given, m, nodes, way, targets) for way in ("forward", "backward")]
+        rows = math.ceil(given.num_nodes / plan.cp) + given.num_super
+        targets = min(given.num_targets, math.ceil(given.num_nodes / plan.cp))
+        forward = self._layer(config, plan, given, m, "forward", rows)
+        backward = self._layer(config, plan, given, m, "backward", rows)
+        last = [self._layer(config, plan, given, m, way, targets) for way in ("forward", "backward")]
         if plan.checkpoint:  # every layer is computed again before its backward pass
             backward += forward
             last[1] += last[0]
@@ -271,9 +257,6 @@ class CostModel:
         embedding = embedding_terms(m, rows, config.dim, config.in_features, feature_rows)
         head = head_terms(m, targets, config.dim, config.num_classes)
         counts = np.arange(config.layers + 1, dtype=float)
-        if self.broken is not None:
-            volume = m * rows * config.dim
-            counts = np.array([self.broken.effective(count, volume) for count in counts])
         tables = []
         for way, layer, last_layer in (("forward", forward, last[0]), ("backward", backward, last[1])):
             coefficients = self.seconds.get(way, {})
@@ -296,24 +279,23 @@ class CostModel:
         first, layer, last = (tables.forward + tables.backward)[:, 1].tolist()
         return first / layer - 1, last / layer - 1
 
-    def _layer(
-        self, config: ModelConfig, plan: Plan, given: Workload, m: float, nodes: float, way: str, queries: float
-    ) -> float:
+    def _layer(self, config: ModelConfig, plan: Plan, given: Workload, m: float, way: str, queries: float) -> float:
         """Seconds of one layer on the rows of one rank, its ring included."""
         seconds = dot(
-            self.seconds.get(way, {}), layer_terms(m, math.ceil(nodes / plan.cp) + given.num_super, queries, config)
+            self.seconds.get(way, {}),
+            layer_terms(m, math.ceil(given.num_nodes / plan.cp) + given.num_super, queries, config),
         )
         # zero-bubble asks for gradients of inputs, then of weights; attention computes all of them both times
         times = 2 if plan.schedule == "zero_bubble" and way == "backward" else 1
-        return seconds + times * self._attention(config, plan, given, m, nodes, way, queries)
+        return seconds + times * self._attention(config, plan, given, m, way, queries)
 
-    def _attention(
-        self, config: ModelConfig, plan: Plan, given: Workload, m: float, nodes: float, way: str, queries: float
-    ) -> float:
+    def _attention(self, config: ModelConfig, plan: Plan, given: Workload, m: float, way: str, queries: float) -> float:
         coefficients = self.seconds.get(way, {})
-        block = math.ceil(nodes / plan.cp)
+        block = math.ceil(given.num_nodes / plan.cp)
         if plan.cp == 1 or plan.comm == "allgather":
-            seconds = dot(coefficients, attention_terms(m, queries, nodes + given.num_super, config, ring=False))
+            seconds = dot(
+                coefficients, attention_terms(m, queries, given.num_nodes + given.num_super, config, ring=False)
+            )
             if plan.cp > 1:
                 hop = self.transfer_seconds(2 * m * block * config.dim * 4, plan.cp)
                 seconds += (plan.cp - 1) * hop * (1 if way == "forward" else 2)
@@ -385,7 +367,7 @@ class CostModel:
         else:
             activations = flight * activations + gradients
         boundary = np.full_like(activations, 0.0 if plan.pp == 1 else hidden * plan.num_microbatches)
-        boundary[0] += self._feature_bytes(config, plan, given) * (1 + given.prefetch)
+        boundary[0] += self._feature_bytes(config, plan, given)
         parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
         return parts | {"allocator": (self._process_factor - 1) * sum(parts.values())}
 
@@ -398,7 +380,7 @@ class CostModel:
         targets = min(given.num_targets, block)
         pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
         data = local * rows * columns * pair_bytes
-        total = data * (1 + given.prefetch) + dot(self.memory, workspace_terms(m, rows, targets, config))
+        total = data + dot(self.memory, workspace_terms(m, rows, targets, config))
         if plan.cp > 1:
             block_bytes = 4.0 * m * block * config.dim
             if plan.comm == "allgather":

@@ -13,7 +13,6 @@ import numpy as np
 from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import (
-    Break,
     CostModel,
     Terms,
     Workload,
@@ -185,7 +184,7 @@ def row_config(row: Row) -> ModelConfig:
     )
 
 
-def row_terms(row: Row, broken: Break | None = None) -> Terms:
+def row_terms(row: Row) -> Terms:
     """The terms of the seconds of a row."""
     kind = row["kind"]
     if kind == "optimizer":
@@ -205,8 +204,6 @@ def row_terms(row: Row, broken: Break | None = None) -> Terms:
         return attention_terms(m, rows, columns, config, ring=False)
     targets = rows if row["targets"] is None else row["targets"]
     layers = row["layers"] - 1.0
-    if broken is not None:
-        layers = broken.effective(row["layers"], m * rows * config.dim) - 1
     terms = _layered(
         layers,
         *(
@@ -230,14 +227,13 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         ValueError: no rows, rows of several devices, a field that is missing, a number that is NaN or negative.
     """
     checked = check_rows(rows)
-    given = next((files.typed(Workload, row["workload"], "a workload") for row in checked if "workload" in row), None)
+    given = next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None)
     computed = [row for row in checked if row["kind"] in COMPUTED]
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
-    broken = _find_break(train, test)
     held_out: dict[str, float] = {}
     if test and train:
-        held_out |= time_errors(fit_seconds(train, broken), test, broken)
+        held_out |= time_errors(fit_seconds(train), test)
     memory = fit_memory(memory_rows)
     memory |= fit_process(memory, [row for row in checked if row["kind"] == "process"])
     seen, unseen = held_out_third(memory_rows)
@@ -254,16 +250,14 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     }
     return CostModel(
         origin=origin,
-        seconds=fit_seconds(computed, broken),
+        seconds=fit_seconds(computed),
         links=_fit_links(checked),
         memory=memory,
         stall_seconds=float(np.median(stalls)) if stalls else 0.0,
         ranges=_ranges(checked),
         held_out=held_out,
-        broken=broken,
         workload=workload or given,
         model=next((ModelConfig.from_json(row["model"]) for row in checked if "model" in row), None),
-        paper=fit_paper(memory_rows),
     )
 
 
@@ -274,17 +268,17 @@ def held_out_third(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [row for i, row in enumerate(rows) if i not in third], [row for i, row in enumerate(rows) if i in third]
 
 
-def time_errors(seconds: dict[str, dict[str, float]], rows: Sequence[Row], broken: Break | None) -> dict[str, float]:
+def time_errors(seconds: dict[str, dict[str, float]], rows: Sequence[Row]) -> dict[str, float]:
     """MAPE, and R^2 of log time, on rows."""
-    predicted = [predict_seconds(seconds, row, broken) for row in rows]
+    predicted = [predict_seconds(seconds, row) for row in rows]
     measured = [row["seconds"] for row in rows]
     logs = [np.log(np.maximum(values, 1e-12)) for values in (predicted, measured)]
     return {"time_mape": mape(predicted, measured), "time_r2_log": r_squared(*logs)}
 
 
-def predict_seconds(seconds: Mapping[str, Mapping[str, float]], row: Row, broken: Break | None = None) -> float:
+def predict_seconds(seconds: Mapping[str, Mapping[str, float]], row: Row) -> float:
     """Seconds of what a row measured."""
-    terms = row_terms(row, broken)
+    terms = row_terms(row)
     return sum(dot(seconds.get(way, {}), terms) for way in _ways(row))
 
 
@@ -318,10 +312,10 @@ def _ways(row: Row) -> tuple[str, ...]:
     return ("forward", "backward") if way == "forward_backward" else (way,)
 
 
-def fit_seconds(rows: Sequence[Row], broken: Break | None) -> dict[str, dict[str, float]]:
+def fit_seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Coefficients of both directions at once: a row that timed both has the terms of both."""
     flat = _least_squares(
-        [{(way, name): x for way in _ways(row) for name, x in row_terms(row, broken).items()} for row in rows],
+        [{(way, name): x for way in _ways(row) for name, x in row_terms(row).items()} for row in rows],
         [row["seconds"] for row in rows],
     )
     seconds: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
@@ -344,23 +338,6 @@ def _least_squares(terms: Sequence[Mapping[Any, float]], values: Sequence[float]
     scale[scale == 0] = 1.0
     solution, _ = nnls(matrix / scale, np.ones(len(values)), maxiter=30 * matrix.shape[1])
     return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
-
-
-def _find_break(train: Sequence[Row], test: Sequence[Row]) -> Break | None:
-    """The break that lowers the held-out error by at least a twentieth, or none."""
-    deep = [row for row in train if row["kind"] in ("layers", "model")]
-    if len({row["layers"] for row in deep}) < 3 or not test:
-        return None
-    volumes = [row["layers"] * row["sequences"] * row["rows"] * row["dim"] for row in deep]
-    plain = time_errors(fit_seconds(train, None), test, None)["time_mape"]
-    best, least = None, plain * 0.95
-    for constant in np.quantile(volumes, (0.25, 0.5, 0.75)):
-        for gamma in (1.1, 1.25, 1.5, 2.0):
-            broken = Break(float(constant), gamma)
-            error = time_errors(fit_seconds(train, broken), test, broken)["time_mape"]
-            if error < least:
-                best, least = broken, error
-    return best
 
 
 def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -436,33 +413,6 @@ def _workspace(left: Sequence[tuple[Row, float]]) -> dict[str, float]:
     scale[scale == 0] = 1.0
     solution, _ = nnls(matrix / scale, np.array([value for _, value in left]) * weights)
     return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
-
-
-def fit_paper(rows: Sequence[Row]) -> dict[str, float]:
-    """Held-out error of the paper's own memory form, fitted to the same rows: c_fp, c_mlp, c_attn, c_bias, c_feat.
-
-    M = c_fp * parameters + l b S (c_mlp d + c_attn h N) + b S (c_bias l N + c_feat d_in), nothing on top.
-    """
-    if len(rows) < 6:
-        return {}
-
-    def terms(row: Row) -> Terms:
-        tokens = row["sequences"] * row["rows"]
-        d, ffn = row["dim"], row["ffn_dim"]
-        extra = d * (row["in_features"] + row["num_classes"])
-        return {
-            "c_fp": row["layers"] * (4 * d * d + 2 * d * ffn) + extra,
-            "c_mlp": row["layers"] * tokens * d,
-            "c_attn": row["layers"] * tokens * row["heads"] * row["columns"],
-            "c_bias": row["layers"] * tokens * row["columns"],
-            "c_feat": tokens * row["in_features"],
-        }
-
-    seen, unseen = held_out_third(rows)
-    coefficients = _least_squares([terms(row) for row in seen], [row["peak_bytes"] for row in seen])
-    predicted = [dot(coefficients, terms(row)) for row in unseen]
-    measured = [row["peak_bytes"] for row in unseen]
-    return coefficients | {"memory_mape": mape(predicted, measured), "memory_r2": r_squared(predicted, measured)}
 
 
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:

@@ -44,15 +44,14 @@ def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
         if not seen:
             axis.set(title=f"{unit}: no rows")
             continue
-        seconds, sizes = (fit_seconds(seen, cost.broken), {}) if unit == "seconds" else ({}, fit_memory(seen))
+        seconds, sizes = (fit_seconds(seen), {}) if unit == "seconds" else ({}, fit_memory(seen))
         lows = []
         for name, rows_of, marker in (("fitted", seen, "."), ("held out", unseen, "x")):
             if not rows_of:
                 continue
             measured = [row["seconds" if unit == "seconds" else "peak_bytes"] for row in rows_of]
             predicted = [
-                predict_seconds(seconds, row, cost.broken) if unit == "seconds" else predict_peak(sizes, row)
-                for row in rows_of
+                predict_seconds(seconds, row) if unit == "seconds" else predict_peak(sizes, row) for row in rows_of
             ]
             if unit == "seconds":
                 fitness = r_squared(np.log(np.maximum(predicted, 1e-12)), np.log(measured))
@@ -73,8 +72,7 @@ def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
         group = sorted(group, key=lambda row: row["layers"])
         label = "b {sequences}, d {dim}, h {heads}".format(**group[0])
         axes[2].plot([r["layers"] for r in group], [r["seconds"] for r in group], ".-", linewidth=0.8, label=label)
-    found = "no break found" if cost.broken is None else f"break: gamma {cost.broken.gamma}"
-    axes[2].set(xlabel="layers", ylabel="measured seconds", title=found)
+    axes[2].set(xlabel="layers", ylabel="measured seconds")
     if longest:
         axes[2].legend(fontsize=7)
     figure.savefig(path, dpi=120)

@@ -178,11 +178,5 @@ def gpipe_tail(backward: Sequence[float] | Floats, num_microbatches: int) -> Flo
     return (np.cumsum(b) + (num_microbatches - 1) * np.maximum.accumulate(b))[::-1]
 
 
-def paper_seconds(forward: Sequence[float], backward: Sequence[float], num_microbatches: int) -> float:
-    """The paper's Eq. 9 and 10 for the same: (K + P - 1) * max_i (f_i + b_i), which is too long for uneven stages."""
-    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
-    return (num_microbatches + len(forward) - 1) * slowest
-
-
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"

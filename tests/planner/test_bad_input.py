@@ -137,7 +137,7 @@ BAD = {
         r"every size must have been measured \(strict\)",
     ),
     "huge workload": (workload(num_nodes=10**30), r"num_nodes must be below 2\^31, got 100000"),
-    "NaN workload": (workload(mean_nodes=math.nan), "mean_nodes must be a number of at least 0, got nan"),
+    "NaN workload": (workload(feature_rows=math.nan), "feature_rows must be a number of at least 0, got nan"),
     "workload": (workload(batch_sequences=0), "batch_sequences must be at least 1, got 0"),
     "stages": (split(num_stages=5), r"num_stages must be in 1..num_layers = 4, got 5"),
     "no stage": (split(num_stages=0), r"num_stages must be in 1..num_layers = 4, got 0"),

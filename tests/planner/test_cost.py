@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 import megagraph as mg
+from megagraph import files
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.cost import Break, attention_terms, layer_terms, stage_parameters
+from megagraph.planner.cost import attention_terms, layer_terms, stage_parameters
 from megagraph.planner.fitting import _layered
 from megagraph.planner.split import gpipe_seconds
 from tests.planner import synthetic
@@ -32,26 +33,21 @@ def test_fit_finds_the_coefficients(cost):
             assert cost.seconds[way][name] == pytest.approx(value, rel=1e-6), (way, name)
     assert cost.links["node"] == pytest.approx(synthetic.LINK)
     assert cost.stall_seconds == 2e-3
-    assert cost.broken is None
-
-
-def test_a_break_is_found_where_there_is_one():
-    broken = Break(2.0 * 528 * 64, 1.5)
-    rows = synthetic.rows()
-    for row in rows:
-        if row["kind"] == "layers":
-            row["layers"] *= 4
-            coefficients = synthetic.BACKWARD if row["direction"] == "backward" else synthetic.FORWARD
-            row["seconds"] = synthetic.dot(coefficients, synthetic.row_terms(row, broken))
-    found = mg.planner.fit(rows)
-    assert found.broken is not None
-    without = mg.planner.fit([row for row in synthetic.rows()])
-    assert without.broken is None
 
 
 def test_save_and_load(cost, tmp_path):
     cost.save(tmp_path / "cost.json")
     assert mg.planner.CostModel.load(tmp_path / "cost.json") == cost
+
+
+def test_a_file_of_before_is_read_unless_it_has_a_break(cost, tmp_path):
+    old = asdict(cost) | {"paper": {"c_fp": 1.0}, "broken": None}
+    old["workload"] |= {"mean_nodes": None, "prefetch": 0}
+    files.write_json(tmp_path / "cost.json", old)
+    assert mg.planner.CostModel.load(tmp_path / "cost.json") == cost
+    files.write_json(tmp_path / "cost.json", old | {"broken": {"constant": 1.0, "gamma": 1.5}})
+    with pytest.raises(ValueError, match=r"cost\.json has a break in layers, .*; run megagraph fit again"):
+        mg.planner.CostModel.load(tmp_path / "cost.json")
 
 
 def test_parameters_are_those_of_the_model():

@@ -7,7 +7,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import megagraph as mg
 from megagraph.planner.schedule import Work, in_flight, order, simulate
-from megagraph.planner.split import gpipe_seconds, gpipe_tail, paper_seconds
+from megagraph.planner.split import gpipe_seconds, gpipe_tail
 
 PLANS = {
     "gpipe": mg.Plan(pp=3, num_microbatches=4),
@@ -53,12 +53,6 @@ def test_gpipe_closed_form_is_what_the_schedule_takes():
         assert timeline.seconds == gpipe_seconds(forward, backward, num)
         tail = gpipe_tail(backward, num)
         assert timeline.rank_ends == (timeline.seconds - tail[0] + tail).tolist()
-
-
-def test_the_papers_form_is_too_long_where_one_stage_is_the_slowest():
-    forward, backward = [1.0, 3.0, 2.0], [2.0, 6.0, 4.0]
-    assert gpipe_seconds(forward, backward, 4) == 18.0 + 27.0
-    assert paper_seconds(forward, backward, 4) == 6 * 9.0
 
 
 def test_schedules_with_even_stages():
