@@ -40,7 +40,7 @@ from bench.soak import soak as long_runs
 from megagraph.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT, RANK_BOUND, LAUNCHER_BOUND, GIVE_UP = 8, 8 + 5, 8 + 40, 240
+TIMEOUT, RANK_BOUND, LAUNCHER_BOUND, GIVE_UP = 8, 8 + 5, 8 + 40, 600
 HELD_UP, ATTEMPTS = 1.0, 5
 KINDS = ("kill", "raise", "hang", "stop")
 PHASES = ("start", "data", "build", "forward", "backward", "optimizer", "evaluation", "save", "teardown")

@@ -63,7 +63,7 @@ FLAGS = (
     "--layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 2 --sample-nodes 6 --channels 3 --epochs 2 --batch-size 36 "
     "--checkpoint-every 3 --device cpu --timeout 60"
 )
-GIVE_UP = 300
+GIVE_UP = 600
 
 
 def processes(plan: str) -> int:

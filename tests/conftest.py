@@ -30,7 +30,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "ranks" in item.function.__code__.co_names:  # one worker of xdist starts the processes of tests/ranks.py
             item.add_marker(pytest.mark.xdist_group("ranks"))
-            item.add_marker(pytest.mark.timeout(900))  # the first of them waits for all cases of its world size
 
 
 @pytest.fixture(scope="session")

@@ -128,7 +128,7 @@ def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
     train = f"-m torch.distributed.run --standalone --nproc-per-node 4 -m megagraph train {flags} --max-steps 4"
     for command in (f"{train} --device cpu --trace --out {run}", f"-m megagraph plot timeline {run}"):
         done = subprocess.run(
-            [sys.executable, *command.split()], capture_output=True, text=True, timeout=240, env=environment
+            [sys.executable, *command.split()], capture_output=True, text=True, timeout=600, env=environment
         )
         assert done.returncode == 0, done.stderr
     assert "bubble of gpipe, 2 ranks x 1 stages, 2 micro-batches: measured" in done.stdout

@@ -246,7 +246,7 @@ def test_command_line_errors(arguments, message):
 def torchrun(processes, *arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +374,7 @@ def test_different_configurations_are_named_on_every_rank(tmp_path, flags, expec
             )
         )  # fmt: skip
     for process in processes:
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=600)
         assert process.returncode == 1
         assert "megagraph: error: " in stderr and expected in stderr
     assert not (tmp_path / "run").exists()

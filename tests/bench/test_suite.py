@@ -30,7 +30,7 @@ def smoke(folder: Path, *files: str) -> list[dict]:
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET" and "XDIST" not in name
     }
     command = [sys.executable, "-m", "pytest", "-q", "--smoke", "--rows", folder, *files]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return [row for path in folder.glob("*.json") for row in json.loads(path.read_text())]
 

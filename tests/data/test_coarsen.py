@@ -137,7 +137,7 @@ def test_metis_ends_with_its_parent(graph, part_graph, tmp_path):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

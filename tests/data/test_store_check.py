@@ -243,7 +243,7 @@ def test_processes_open_a_store_at_once(store, graph):
         workers = [context.Process(target=use, args=(store, ready, results)) for _ in range(6)]
         for worker in workers:
             worker.start()
-        assert all(results.get(timeout=60) == expected for _ in workers)
+        assert all(results.get(timeout=600) == expected for _ in workers)
         for worker in workers:
             worker.join()
     assert not list((store / "cache").glob("*.partial")) and checked(store) is not None

@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("which", [("defaults", "--check"), ("cover",)], ids=" ".join)
 def test_kernels_compile(which):
     """The interpreter accepts what the compiler does not, so that every variant has to be compiled once."""
