@@ -56,44 +56,44 @@ class _Dropout(NamedTuple):
 
 
 @_part
-def _gather(x, at, h_step, heads, width, out, out_at):
+def _gather(x, at, stride_h, heads, width, out, out_at):
     """Rows of several heads, x [heads, width], into out [width, 8]."""
     done = 0
     if heads == LANES:
         while done + LANES <= width:
-            transposed(x, at + done, h_step, out, out_at + LANES * done, LANES)
+            transposed(x, at + done, stride_h, out, out_at + LANES * done, LANES)
             done += LANES
     for i in range(done, width):
         for head in range(heads):
-            out[out_at + LANES * i + head] = x[at + head * h_step + i]
+            out[out_at + LANES * i + head] = x[at + head * stride_h + i]
 
 
 @_part
-def _gather_rows(x, at, h_step, r_step, rows, first, n, heads, D, out, width):
+def _gather_rows(x, at, stride_h, stride_row, rows, first, n, heads, D, out, width):
     """``n`` of the listed rows of several heads, x [heads, R, D], into out [n, width, 8]."""
     for j in range(n):
-        _gather(x, at + rows[first + j] * r_step, h_step, heads, D, out, LANES * width * j)
+        _gather(x, at + rows[first + j] * stride_row, stride_h, heads, D, out, LANES * width * j)
 
 
 @_part
-def _scatter(x, x_at, heads, width, out, at, h_step):
+def _scatter(x, x_at, heads, width, out, at, stride_h):
     """Back: x [width, 8] into rows of several heads, out [heads, width]."""
     done = 0
     if heads == LANES:
         while done + LANES <= width:
-            transposed(x, x_at + LANES * done, LANES, out, at + done, h_step)
+            transposed(x, x_at + LANES * done, LANES, out, at + done, stride_h)
             done += LANES
     for i in range(done, width):
         for head in range(heads):
-            out[at + head * h_step + i] = x[x_at + LANES * i + head]
+            out[at + head * stride_h + i] = x[x_at + LANES * i + head]
 
 
 @_part
-def _fetch(x, at, h_step, heads, width):
+def _fetch(x, at, stride_h, heads, width):
     """Rows of several heads, x [heads, width], into the cache."""
     for head in range(heads):
         for i in range(0, width, _LINE):
-            fetch(x, at + head * h_step + i)
+            fetch(x, at + head * stride_h + i)
 
 
 @_part
@@ -183,14 +183,14 @@ def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, grou
                 sum_ = multiply_add(load(learned, learned_at + LANES * c), channel, sum_)
             store(s, LANES * j, sum_)
     elif steps.form == DENSE:
-        dense, b_step, h_step, r_step = dense
-        at = b * b_step + LANES * group * h_step + row * r_step
+        dense, stride_b, stride_h, stride_row = dense
+        at = b * stride_b + LANES * group * stride_h + row * stride_row
         if _side_by_side(slots, first, n):
-            _fetch(dense, at + slots[first] + r_step, h_step, heads, n)
-            _gather(dense, at + slots[first], h_step, heads, n, s, 0)
+            _fetch(dense, at + slots[first] + stride_row, stride_h, heads, n)
+            _gather(dense, at + slots[first], stride_h, heads, n, s, 0)
         else:
             for j in range(n):
-                _gather(dense, at + slots[first + j], h_step, heads, 1, s, LANES * j)
+                _gather(dense, at + slots[first + j], stride_h, heads, 1, s, LANES * j)
     else:
         _fill(s, LANES * n, _ZERO)
     if len(mask):
@@ -215,14 +215,14 @@ def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, g
                 sum_ = multiply_add(load(ds, LANES * j), splat(channels[here + slots[first + j]]), sum_)
             store(d_table, LANES * c, load(d_table, LANES * c) + sum_)
     elif steps.form == DENSE:
-        d_dense, b_step, h_step, r_step = d_dense
-        at = b * b_step + LANES * group * h_step + row * r_step
+        d_dense, stride_b, stride_h, stride_row = d_dense
+        at = b * stride_b + LANES * group * stride_h + row * stride_row
         if _side_by_side(slots, first, n):
-            _fetch(d_dense, at + slots[first] + r_step, h_step, heads, n)
-            _scatter(ds, 0, heads, n, d_dense, at + slots[first], h_step)
+            _fetch(d_dense, at + slots[first] + stride_row, stride_h, heads, n)
+            _scatter(ds, 0, heads, n, d_dense, at + slots[first], stride_h)
         else:
             for j in range(n):
-                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], h_step)
+                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], stride_h)
 
 
 @_part

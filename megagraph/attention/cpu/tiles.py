@@ -63,6 +63,30 @@ class _Pairs(NamedTuple):
     threshold: np.uint32  # a hash below it drops a pair
 
 
+class _Work(NamedTuple):
+    """What a call computes."""
+
+    items: np.ndarray  # int64 [I, numbers], the shares of threads
+    tiles: np.ndarray  # int64 [T, 3]: first key, first column, keys
+    tile_rows: int
+    rows_of_keys: int  # that some keys visit before the next
+    B: int
+    M: int
+    D: int
+    scale: float  # of q k^T
+    keep: float  # of out, or of d_out, where dropout keeps a pair
+
+
+class _State(NamedTuple):
+    """Of the softmax, as ``step.State`` has it."""
+
+    m: Plane
+    l: Plane
+    acc: Plane
+    out: Plane
+    lse: Plane
+
+
 class _Sums(NamedTuple):
     """Gradients that tiles add to."""
 
@@ -82,58 +106,68 @@ _up = jit()(_up_to)
 
 
 @jit()
-def _place(x, b, h, r):
-    """Of a row in the memory of a plane."""
-    return b * x.b_step + h * x.h_step + r * x.r_step
+def _place(x, at):
+    """Of a row (b, h, row) in the memory of a plane."""
+    return at[0] * x.stride_b + at[1] * x.stride_h + at[2] * x.stride_row
 
 
 @jit()
-def _copy_rows(x, at, r_step, n, D, factor, out, out_at, width):
-    """factor * x [n, D] into out [n, width]."""
+def _copy_row(x, start, D, factor, out, to):
+    """factor * x[start..start + D] into out[to..]."""
     whole = D // LANES * LANES
-    for i in range(n):
-        row, to = at + i * r_step, out_at + i * width
-        for d in range(0, whole, LANES):
-            store(out, to + d, load(x, row + d) * splat(factor))
-        for d in range(whole, D):
-            out[to + d] = x[row + d] * factor
+    for d in range(0, whole, LANES):
+        store(out, to + d, load(x, start + d) * splat(factor))
+    for d in range(whole, D):
+        out[to + d] = x[start + d] * factor
 
 
 @jit()
-def _copy_panels(x, at, r_step, n, D, factor, out, rows):
+def _copy_rows(x, at, n, D, out, to, width):
+    """x [n, D] from the row ``at`` of a plane on into out [n, width]."""
+    memory, start = x.memory, _place(x, at)
+    one = memory.dtype.type(1)
+    for i in range(n):
+        _copy_row(memory, start + i * x.stride_row, D, one, out, to + i * width)
+
+
+@jit()
+def _copy_panels(x, at, n, D, factor, out, rows):
     """factor * x [n, D] into panels of 16 columns, out [panel, rows, 16]: a product reads one panel many times, and
     rows as far apart as those of x would share a few places of the cache."""
+    memory, start, stride = x.memory, _place(x, at), x.stride_row
     whole, panel = D // LANES * LANES, rows * _WIDE
     for i in range(n):
-        row, to = at + i * r_step, i * _WIDE
+        row, to = start + i * stride, i * _WIDE
         for d in range(0, whole, LANES):
-            store(out, d // _WIDE * panel + to + d % _WIDE, load(x, row + d) * splat(factor))
+            store(out, d // _WIDE * panel + to + d % _WIDE, load(memory, row + d) * splat(factor))
         for d in range(whole, D):
-            out[d // _WIDE * panel + to + d % _WIDE] = x[row + d] * factor
+            out[d // _WIDE * panel + to + d % _WIDE] = memory[row + d] * factor
 
 
 @jit()
-def _add_rows(x, n, D, width, out, at, r_step):
-    """out [n, D] += x of x [n, width]."""
+def _add_rows(x, n, D, width, out, at):
+    """Rows of a plane from ``at`` on [n, D] += x of x [n, width]."""
+    memory, start, stride = out.memory, _place(out, at), out.stride_row
     whole = D // LANES * LANES
     for i in range(n):
-        row, to = i * width, at + i * r_step
+        row, to = i * width, start + i * stride
         for d in range(0, whole, LANES):
-            store(out, to + d, load(out, to + d) + load(x, row + d))
+            store(memory, to + d, load(memory, to + d) + load(x, row + d))
         for d in range(whole, D):
-            out[to + d] += x[row + d]
+            memory[to + d] += x[row + d]
 
 
 @jit()
-def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
+def _copy_columns(x, at, n, D, factor, out, width, padded):
     """factor * x [n, D] into out [D, width], with zeros in columns n to ``padded``."""
+    memory, start, stride = x.memory, _place(x, at), x.stride_row
     whole, deep = n // LANES * LANES, D // LANES * LANES
     for d in range(0, deep, LANES):
         for i in range(0, whole, LANES):
-            transposed(x, at + i * r_step + d, r_step, out, d * width + i, width)
+            transposed(memory, start + i * stride + d, stride, out, d * width + i, width)
     for d in range(D):
         for i in range(whole if d < deep else 0, n):
-            out[d * width + i] = x[at + i * r_step + d]
+            out[d * width + i] = memory[start + i * stride + d]
         for i in range(n, padded):
             out[d * width + i] = 0
     if factor != 1:
@@ -143,18 +177,18 @@ def _copy_columns(x, at, r_step, n, D, factor, out, width, padded):
 
 
 @jit()
-def _scores(rows, keys, D, m, n, out, wanted, at):
+def _scores(rows, keys, D, m, n, out, wanted, place):
     """out [m, n] = rows^T keys of rows [D, m] and keys [D, n], both of a tile's width.
 
-    Meanwhile the tile at ``at`` of the plane wanted next, unless that is empty, comes into the cache.
+    Meanwhile the tile at (b, h, row, column) of the plane wanted next, unless that is empty, comes into the cache.
     """
-    ahead, step = wanted.memory, wanted.r_step
+    ahead, stride, at = wanted.memory, wanted.stride_row, _place(wanted, place) + place[3]
     some_ahead = len(ahead) > 0
     for j in range(0, n, _WIDE):
         for i in range(0, m, PRODUCT_ROWS):
             if some_ahead:
                 for row in range(i, i + PRODUCT_ROWS):
-                    fetch(ahead, at + row * step + j)
+                    fetch(ahead, at + row * stride + j)
             product_16(rows, i, 1, _MOST_ROWS, D, keys, j, _MOST_KEYS, out, i * _MOST_KEYS + j, _MOST_KEYS, False)
 
 
@@ -183,46 +217,47 @@ def _add_to_keys(s, x, m, n, width, out):
 
 
 @jit()
-def _add_bias(s, m, n, padded, pairs, b, h, row, column):
+def _add_bias(s, m, n, padded, pairs, place):
     """Add the bias to the scores of m rows and n keys; -inf where masked, and on to ``padded``."""
+    b, h, row, column = place
     # arrays are taken out of their tuples once for a tile: each time counts a reference
-    (buckets, channels, learned, dense, mask, steps), padding = pairs.bias, pairs.padding
-    dense, dense_at, dense_step = dense.memory, _place(dense, b, h, row) + column, dense.r_step
+    (buckets, channels, learned, dense, mask, strides), padding = pairs.bias, pairs.padding
+    dense, dense_at, dense_stride = dense.memory, _place(dense, place) + column, dense.stride_row
     whole = n // LANES * LANES
     for i in range(m):
-        o, at = i * _MOST_KEYS, b * steps.b + (row + i) * steps.m + column
-        if steps.form == BUCKET:
-            table = h * steps.num_learned
+        o, at = i * _MOST_KEYS, b * strides.b + (row + i) * strides.m + column
+        if strides.form == BUCKET:
+            table = h * strides.num_learned
             for j in range(0, whole, LANES):
                 store(s, o + j, load(s, o + j) + look_up(learned, table, buckets, at + j))
             for j in range(whole, n):
                 s[o + j] += learned[table + buckets[at + j]]
-        elif steps.form == PROJECTED:
-            weight, in_fours = h * steps.num_learned, steps.num_learned // 4 * 4
+        elif strides.form == PROJECTED:
+            weight, in_fours = h * strides.num_learned, strides.num_learned // 4 * 4
             for c in range(0, in_fours, 4):  # scores are loaded and stored once for four channels
                 w0, w1 = splat(learned[weight + c]), splat(learned[weight + c + 1])
                 w2, w3 = splat(learned[weight + c + 2]), splat(learned[weight + c + 3])
-                at0 = at + c * steps.c
-                at1, at2, at3 = at0 + steps.c, at0 + 2 * steps.c, at0 + 3 * steps.c
+                at0 = at + c * strides.c
+                at1, at2, at3 = at0 + strides.c, at0 + 2 * strides.c, at0 + 3 * strides.c
                 for j in range(0, whole, LANES):
                     sum_ = multiply_add(w1, load(channels, at1 + j), w0 * load(channels, at0 + j))
                     sum_ = multiply_add(w3, load(channels, at3 + j), multiply_add(w2, load(channels, at2 + j), sum_))
                     store(s, o + j, load(s, o + j) + sum_)
-            for c in range(in_fours, steps.num_learned):
-                factor, here = splat(learned[weight + c]), at + c * steps.c
+            for c in range(in_fours, strides.num_learned):
+                factor, here = splat(learned[weight + c]), at + c * strides.c
                 for j in range(0, whole, LANES):
                     store(s, o + j, multiply_add(factor, load(channels, here + j), load(s, o + j)))
-            for c in range(steps.num_learned):
+            for c in range(strides.num_learned):
                 for j in range(whole, n):
-                    s[o + j] += learned[weight + c] * channels[at + c * steps.c + j]
-        elif steps.form == DENSE:
-            at = dense_at + i * dense_step
+                    s[o + j] += learned[weight + c] * channels[at + c * strides.c + j]
+        elif strides.form == DENSE:
+            at = dense_at + i * dense_stride
             for j in range(0, whole, LANES):
                 store(s, o + j, load(s, o + j) + load(dense, at + j))
             for j in range(whole, n):
                 s[o + j] += dense[at + j]
         if len(mask):
-            at = b * steps.mask_b + (row + i) * steps.mask_m + column
+            at = b * strides.mask_b + (row + i) * strides.mask_m + column
             for j in range(n):
                 if mask[at + j]:
                     s[o + j] = -np.inf
@@ -235,22 +270,23 @@ def _add_bias(s, m, n, padded, pairs, b, h, row, column):
 
 
 @jit()
-def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, b, h, row, column):
+def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, place):
     """Add the share of a tile to d_lanes [R, 8], the sum of whose lanes is wanted; write or add it to a dense plane."""
-    buckets, channels, _, _, _, steps = bias
-    d_dense, d_dense_at, d_dense_step = sums.dense.memory, _place(sums.dense, b, h, row) + column, sums.dense.r_step
+    b, _, row, column = place
+    buckets, channels, _, _, _, strides = bias
+    d_dense, d_dense_at, d_dense_stride = sums.dense.memory, _place(sums.dense, place) + column, sums.dense.stride_row
     added = sums.dense_added
     whole, odd = n // LANES * LANES, n // _WIDE * _WIDE
     for i in range(m):
-        o, at = i * _MOST_KEYS, b * steps.b + (row + i) * steps.m + column
-        if steps.form == BUCKET:
+        o, at = i * _MOST_KEYS, b * strides.b + (row + i) * strides.m + column
+        if strides.form == BUCKET:
             for j in range(0, whole, LANES):
                 add_up(d_lanes, buckets, at + j, load(ds, o + j))
             for j in range(whole, n):
                 d_lanes[LANES * np.intp(buckets[at + j])] += ds[o + j]
-        elif steps.form == PROJECTED:
-            for c in range(steps.num_learned):
-                here = at + c * steps.c
+        elif strides.form == PROJECTED:
+            for c in range(strides.num_learned):
+                here = at + c * strides.c
                 # a row's own sum, so that rounding does not grow with the number of pairs;
                 # in two parts side by side, or each addition would wait for the one before
                 s0 = s1 = splat(d_lanes.dtype.type(0))
@@ -262,8 +298,8 @@ def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, b, h, row, column):
                 store(d_lanes, LANES * c, load(d_lanes, LANES * c) + (s0 + s1))
                 for j in range(whole, n):
                     d_lanes[LANES * c] += ds[o + j] * channels[here + j]
-        elif steps.form == DENSE:
-            at = d_dense_at + i * d_dense_step
+        elif strides.form == DENSE:
+            at = d_dense_at + i * d_dense_stride
             for j in range(0, whole, LANES):
                 store(d_dense, at + j, load(d_dense, at + j) + load(ds, o + j) if added else load(ds, o + j))
             for j in range(whole, n):
@@ -283,9 +319,12 @@ def _add_lanes(d_lanes, size, out, at):
 
 
 @jit()
-def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, column):
-    """Scores s [m, padded] become exponentials; the state of their rows follows, all but the product."""
-    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, b, h, row), pairs.threshold
+def _fold_rows(s, m, padded, running, at, width, pairs, place):
+    """Scores s [m, padded] become exponentials; the running maxima, sums and total of their rows, from ``at`` on,
+    follow, all but the product."""
+    maxima, sums, acc = running
+    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, place), pairs.threshold
+    column = place[3]
     for i in range(m):
         o, here = i * _MOST_KEYS, at + i
         largest, sum_ = splat(maxima[here]), splat(s.dtype.type(0))
@@ -310,14 +349,15 @@ def _fold_rows(s, m, padded, maxima, sums, at, acc, width, pairs, b, h, row, col
 
 
 @jit()
-def _softmax_backward(s, dp, m, padded, lse, delta, pairs, b, h, row, column):
+def _softmax_backward(s, dp, m, padded, lse, delta, pairs, place):
     """dp becomes ds = p * (keep * dp - delta), then s keep * p, of p = exp(s - lse); both [m, padded]."""
-    lse, lse_at, lse_step = lse.memory, _place(lse, b, h, row), lse.r_step
-    delta, delta_at, delta_step = delta.memory, _place(delta, b, h, row), delta.r_step
-    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, b, h, row), pairs.threshold
+    lse, lse_at, lse_stride = lse.memory, _place(lse, place), lse.stride_row
+    delta, delta_at, delta_stride = delta.memory, _place(delta, place), delta.stride_row
+    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, place), pairs.threshold
+    column = place[3]
     hashed = splat(np.uint32(0))
     for i in range(m):
-        pivot, shift = lse[lse_at + i * lse_step], splat(delta[delta_at + i * delta_step])
+        pivot, shift = lse[lse_at + i * lse_stride], splat(delta[delta_at + i * delta_stride])
         pivot = splat(pivot if pivot > -np.inf else s.dtype.type(0))
         for j in range(0, padded, LANES):
             o = i * _MOST_KEYS + j
@@ -332,10 +372,10 @@ def _softmax_backward(s, dp, m, padded, lse, delta, pairs, b, h, row, column):
 
 
 @jit(nogil=True)
-def _forward(
-    first, last, items, tiles, tile_rows, D, scale, keep, q, k, v, m, l, acc, out, lse, is_first, is_last, pairs
-):  # fmt: skip
+def _forward(first, last, work, inputs, state, is_first, is_last, pairs):
     """Items (b, h, h_end, row, row_end), over all tiles of keys."""
+    q, k, v = inputs
+    items, tiles, D = work.items, work.tiles, work.D
     dtype, width = q.memory.dtype, _up(D, LANES)
     one, dense = dtype.type(1), pairs.bias.dense
     q_t, k_t = np.zeros(D * _MOST_ROWS, dtype), np.zeros(D * _MOST_KEYS, dtype)
@@ -353,82 +393,74 @@ def _forward(
         total[:] = 0
         if not is_first:
             for head in range(h, h_end):
-                at, num = (head - h) * rows, end - first_row
-                _copy_rows(m.memory, _place(m, b, head, first_row), m.r_step, num, 1, one, maxima, at, 1)
-                _copy_rows(l.memory, _place(l, b, head, first_row), l.r_step, num, 1, one, sums, at, 1)
-                place = _place(acc, b, head, first_row)
-                _copy_rows(acc.memory, place, acc.r_step, num, D, one, total, at * width, width)
+                at, num, carried = (head - h) * rows, end - first_row, (b, head, first_row)
+                _copy_rows(state.m, carried, num, 1, maxima, at, 1)
+                _copy_rows(state.l, carried, num, 1, sums, at, 1)
+                _copy_rows(state.acc, carried, num, D, total, at * width, width)
         for tile in range(len(tiles)):
             key, column, n = tiles[tile]
             padded = _up(n, _WIDE)
             for head in range(h, h_end):
-                _copy_columns(k.memory, _place(k, b, head, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
-                _copy_panels(v.memory, _place(v, b, head, key), v.r_step, n, D, one, v_rows, _MOST_KEYS)
-                for row in range(first_row, end, tile_rows):
-                    num, at = min(tile_rows, end - row), (head - h) * rows + row - first_row
-                    full = _up(num, PRODUCT_ROWS)
-                    place = _place(q, b, head, row)
-                    _copy_columns(q.memory, place, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
-                    _scores(q_t, k_t, D, full, padded, s, dense, _place(dense, b, head, row) + column)
-                    _add_bias(s, num, n, padded, pairs, b, head, row, column)
-                    _fold_rows(s, num, padded, maxima, sums, at, total, width, pairs, b, head, row, column)
+                _copy_columns(k, (b, head, key), n, D, one, k_t, _MOST_KEYS, padded)
+                _copy_panels(v, (b, head, key), n, D, one, v_rows, _MOST_KEYS)
+                for row in range(first_row, end, work.tile_rows):
+                    num, at = min(work.tile_rows, end - row), (head - h) * rows + row - first_row
+                    full, place = _up(num, PRODUCT_ROWS), (b, head, row, column)
+                    _copy_columns(q, place, num, D, work.scale, q_t, _MOST_ROWS, _up(full, LANES))
+                    _scores(q_t, k_t, D, full, padded, s, dense, place)
+                    _add_bias(s, num, n, padded, pairs, place)
+                    _fold_rows(s, num, padded, (maxima, sums, total), at, width, pairs, place)
                     _add_to_rows(s, v_rows, full, n, width, total, at * width)
         for head in range(h, h_end):
             for row in range(first_row, end):
-                at, place = (head - h) * rows + row - first_row, _place(lse, b, head, row)
+                at, carried = (head - h) * rows + row - first_row, (b, head, row)
                 if is_last:
-                    lse.memory[place] = maxima[at] + np.log(sums[at])
-                    factor = one / (sums[at] * keep) if sums[at] != 0 else one
-                    _copy_rows(total, at * width, 0, 1, D, factor, out.memory, _place(out, b, head, row), 0)
+                    state.lse.memory[_place(state.lse, carried)] = maxima[at] + np.log(sums[at])
+                    factor = one / (sums[at] * work.keep) if sums[at] != 0 else one
+                    _copy_row(total, at * width, D, factor, state.out.memory, _place(state.out, carried))
                 else:
-                    m.memory[_place(m, b, head, row)] = maxima[at]
-                    l.memory[_place(l, b, head, row)] = sums[at]
-                    _copy_rows(total, at * width, 0, 1, D, one, acc.memory, _place(acc, b, head, row), 0)
+                    state.m.memory[_place(state.m, carried)] = maxima[at]
+                    state.l.memory[_place(state.l, carried)] = sums[at]
+                    _copy_row(total, at * width, D, one, state.acc.memory, _place(state.acc, carried))
 
 
 @jit()
-def _visit(
-    b, h, first_row, end, keys, part, tile_rows, D, scale, keep_scale, inputs, pairs, sums, d_lanes, of_rows, of_keys,
-    of_pairs,
-):  # fmt: skip
-    """What rows first_row..end of a head and the keys of a tile add to all gradients."""
-    (q, k, v, d_out, lse, delta), (key, column, n) = inputs, keys
-    dq, dk, dv = sums.dq, sums.dk, sums.dv
-    (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp) = of_rows, of_keys, of_pairs
+def _visit(b, h, rows, keys, part, work, inputs, pairs, sums, scratch):
+    """What rows (first, end) of a head and the keys of a tile add to all gradients."""
+    (first_row, end), (key, column, n), (q, k, v, d_out, lse, delta) = rows, keys, inputs
+    D, dq, dense, d_dense = work.D, sums.dq, pairs.bias.dense, sums.dense
+    (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp), d_lanes = scratch
     one, width, padded = s.dtype.type(1), _up(D, LANES), _up(n, _WIDE)
-    dense, d_dense = pairs.bias.dense, sums.dense
-    _copy_columns(k.memory, _place(k, b, h, key), k.r_step, n, D, one, k_t, _MOST_KEYS, padded)
-    _copy_columns(v.memory, _place(v, b, h, key), v.r_step, n, D, one, v_t, _MOST_KEYS, padded)
-    _copy_panels(k.memory, _place(k, b, h, key), k.r_step, n, D, scale, k_rows, _MOST_KEYS)
+    of_keys = (b, h, key)
+    _copy_columns(k, of_keys, n, D, one, k_t, _MOST_KEYS, padded)
+    _copy_columns(v, of_keys, n, D, one, v_t, _MOST_KEYS, padded)
+    _copy_panels(k, of_keys, n, D, work.scale, k_rows, _MOST_KEYS)
     dk_rows[:] = 0
     dv_rows[:] = 0
-    for row in range(first_row, end, tile_rows):
-        num = min(tile_rows, end - row)
+    for row in range(first_row, end, work.tile_rows):
+        num, place = min(work.tile_rows, end - row), (b, h, row, column)
         full = _up(num, PRODUCT_ROWS)
-        q_at, d_out_at = _place(q, b, h, row), _place(d_out, b, h, row)
-        _copy_columns(q.memory, q_at, q.r_step, num, D, scale, q_t, _MOST_ROWS, _up(full, LANES))
-        _copy_panels(q.memory, q_at, q.r_step, num, D, scale, q_rows, _MOST_ROWS)
-        _copy_columns(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_t, _MOST_ROWS, _up(full, LANES))
-        _copy_panels(d_out.memory, d_out_at, d_out.r_step, num, D, keep_scale, d_out_rows, _MOST_ROWS)
-        _scores(q_t, k_t, D, full, padded, s, dense, _place(dense, b, h, row) + column)
-        _scores(d_out_t, v_t, D, full, padded, dp, d_dense, _place(d_dense, b, h, row) + column)
-        _add_bias(s, num, n, padded, pairs, b, h, row, column)
-        _softmax_backward(s, dp, num, padded, lse, delta, pairs, b, h, row, column)
+        _copy_columns(q, place, num, D, work.scale, q_t, _MOST_ROWS, _up(full, LANES))
+        _copy_panels(q, place, num, D, work.scale, q_rows, _MOST_ROWS)
+        _copy_columns(d_out, place, num, D, work.keep, d_out_t, _MOST_ROWS, _up(full, LANES))
+        _copy_panels(d_out, place, num, D, work.keep, d_out_rows, _MOST_ROWS)
+        _scores(q_t, k_t, D, full, padded, s, dense, place)
+        _scores(d_out_t, v_t, D, full, padded, dp, d_dense, place)
+        _add_bias(s, num, n, padded, pairs, place)
+        _softmax_backward(s, dp, num, padded, lse, delta, pairs, place)
         if sums.learned:
-            _add_bias_gradient(dp, num, n, pairs.bias, d_lanes, sums, b, h, row, column)
+            _add_bias_gradient(dp, num, n, pairs.bias, d_lanes, sums, place)
         _add_to_keys(s, d_out_rows, num, n, width, dv_rows)
         _add_to_keys(dp, q_rows, num, n, width, dk_rows)
-        _add_to_rows(dp, k_rows, full, n, width, dq.memory, _place(dq, part, h, row))
-    _add_rows(dk_rows, n, D, width, dk.memory, _place(dk, b, h, key), dk.r_step)
-    _add_rows(dv_rows, n, D, width, dv.memory, _place(dv, b, h, key), dv.r_step)
+        _add_to_rows(dp, k_rows, full, n, width, dq.memory, _place(dq, (part, h, row)))
+    _add_rows(dk_rows, n, D, width, sums.dk, of_keys)
+    _add_rows(dv_rows, n, D, width, sums.dv, of_keys)
 
 
 @jit(nogil=True)
-def _backward(
-    first, last, items, tiles, tile_rows, most_rows, B, M, D, scale, keep_scale, inputs, pairs, sums, d_learned
-):  # fmt: skip
+def _backward(first, last, work, inputs, pairs, sums, d_learned):
     """Items (b, b_end, h, h_end, tile, tile_end, part), over all rows; d_learned [H, R], flat, of a table or weight."""
-    dtype, wide, num_learned = d_learned.dtype, _up(D, _WIDE), pairs.bias.at.num_learned
+    dtype, wide, num_learned = d_learned.dtype, _up(work.D, _WIDE), pairs.bias.at.num_learned
     room = _MOST_ROWS * wide
     of_rows = np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype)
     # a product reads and writes up to a multiple of its rows
@@ -438,17 +470,17 @@ def _backward(
     room = _MOST_ROWS * _MOST_KEYS + PRODUCT_ROWS
     of_pairs = np.zeros(room, dtype), np.zeros(room, dtype)
     d_lanes = np.zeros(LANES * num_learned, dtype)
+    scratch = of_rows, of_keys, of_pairs, d_lanes
+    tiles = work.tiles
     for item in range(first, last):
-        b_first, b_end, h, h_end, tile_first, tile_end, part = items[item]
+        b_first, b_end, h, h_end, tile_first, tile_end, part = work.items[item]
         for b in range(b_first, b_end):
-            for row in range(0, M, most_rows):
+            for row in range(0, work.M, work.rows_of_keys):
+                rows = row, min(row + work.rows_of_keys, work.M)
                 for tile in range(tile_first, tile_end):
                     for head in range(h, h_end):
                         keys = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
-                        _visit(
-                            b, head, row, min(row + most_rows, M), keys, part * B + b, tile_rows, D, scale, keep_scale,
-                            inputs, pairs, sums, d_lanes, of_rows, of_keys, of_pairs,
-                        )  # fmt: skip
+                        _visit(b, head, rows, keys, part * work.B + b, work, inputs, pairs, sums, scratch)
                         _add_lanes(d_lanes, num_learned, d_learned, head * num_learned)
 
 
@@ -502,18 +534,18 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     out = state.out
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
-    planes = [plane(x.to(compute), compute) for x in (q, k, v)]
-    planes += [plane(x, compute) for x in (state.m, state.l, state.acc, out, state.lse)]
+    inputs = tuple(plane(x.to(compute), compute) for x in (q, k, v))
+    planes = _State(*(plane(x, compute) for x in (state.m, state.l, state.acc, out, state.lse)))
     pairs = _pairs(step, q, compute)
     keep = 1.0 if step.dropout_key is None else 1.0 - step.dropout_p
     rows = _parts(M, _ROWS_OF_KEYS)
     groups = math.ceil(2 * CHUNKS * torch.get_num_threads() / (B * len(rows)))
     items = _items(((b,) for b in range(B)), _parts(H, math.ceil(H / groups)), rows)
     costs = (items[:, 2] - items[:, 1]) * (items[:, 4] - items[:, 3]) * max(int(tiles[:, 2].sum()), 1)
+    work = _Work(items, tiles, _tile_rows(M), _ROWS_OF_KEYS, B, M, D, number(step.scale), number(keep))
 
     def run(_: int, start: int, end: int) -> None:
-        scale, ends = number(step.scale), (state.first, state.last)
-        _forward(start, end, items, tiles, _tile_rows(M), D, scale, number(keep), *planes, *ends, pairs)
+        _forward(start, end, work, inputs, planes, state.first, state.last, pairs)
 
     in_threads(run, costs, _SCORES_PER_THREAD)
     if state.out is not None and out is not None and state.out is not out:
@@ -551,12 +583,10 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     )
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), len(pairs.bias.learned)), number)
     most_rows = _ROWS_OF_KEYS if _heads_share(step) else M
+    work = _Work(items, tiles, _tile_rows(M), most_rows, B, M, D, number(step.scale), number(keep_scale))
 
     def run(chunk: int, start: int, end: int) -> None:
-        _backward(
-            start, end, items, tiles, _tile_rows(M), most_rows, B, M, D, number(step.scale), number(keep_scale),
-            inputs, pairs, outputs, d_tables[chunk],
-        )  # fmt: skip
+        _backward(start, end, work, inputs, pairs, outputs, d_tables[chunk])
 
     in_threads(run, costs, _SCORES_PER_THREAD)
     share, *others = dq_shares.split(B)

@@ -1,4 +1,4 @@
-"""What compiled loops on a CPU see of an attention step: memory, and the steps of its axes."""
+"""What compiled loops on a CPU see of an attention step: memory, and its strides."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Plane(NamedTuple):
     """A tensor [B, H, R, width], the width's numbers side by side."""
 
     memory: np.ndarray
-    b_step: int
-    h_step: int
-    r_step: int
+    stride_b: int
+    stride_h: int
+    stride_row: int
 
 
-class Steps(NamedTuple):
-    """Where in the arrays of a bias."""
+class Strides(NamedTuple):
+    """Of the arrays of a bias, and what it is."""
 
     form: int
     num_learned: int  # R, of a head: 256 buckets (255 = masked) or C channels
@@ -44,7 +44,7 @@ class BiasArrays(NamedTuple):
     learned: np.ndarray  # [H, R], flat: table or weight
     dense: Plane  # [B, H, M, N]
     mask: np.ndarray  # bool, the memory of [B, M, N], True = masked
-    at: Steps
+    at: Strides
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def memory(x: Tensor) -> np.ndarray:
 def _span(x: Tensor) -> Tensor:
     if x.is_contiguous():
         return x.detach().view(-1)
-    size = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    size = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.detach().as_strided((size,), (1,))
 
 
@@ -75,15 +75,15 @@ def plane(x: Tensor | None, dtype: torch.dtype) -> Plane:
     """x [B or 1, H or 1, R, width], or [B, H, R] for a width of 1; inputs only where the width's numbers are apart."""
     x = torch.empty(1, 1, 0, 1, dtype=dtype) if x is None else x.unsqueeze(-1) if x.ndim == 3 else x
     x = side_by_side(x)
-    return Plane(memory(x), *_steps(x))
+    return Plane(memory(x), *_strides(x))
 
 
-def _steps(x: Tensor) -> tuple[int, int, int]:
+def _strides(x: Tensor) -> tuple[int, int, int]:
     """Of a plane; 0 where all share what stands there once."""
-    return _step(x, 0), _step(x, 1), x.stride(2)
+    return _stride(x, 0), _stride(x, 1), x.stride(2)
 
 
-def _step(x: Tensor, axis: int) -> int:
+def _stride(x: Tensor, axis: int) -> int:
     return x.stride(axis) if x.shape[axis] > 1 else 0
 
 
@@ -91,16 +91,16 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     """The bias of a step, its numbers in ``dtype``."""
     nothing = learned = torch.empty(0, dtype=dtype)
     buckets, channels, mask = np.empty(0, np.uint8), nothing.numpy(), np.empty(0, bool)
-    num_learned, steps, mask_steps = 0, (0, 0, 0), (0, 0)
+    num_learned, strides, mask_strides = 0, (0, 0, 0), (0, 0)
     dense = Plane(_memory_of_parameter(nothing), 0, 0, 0)
     if step.form == "dense":
         assert step.learned is not None
         values = side_by_side(step.learned.detach().to(dtype))
-        dense = Plane(_memory_of_parameter(values), *_steps(values))
+        dense = Plane(_memory_of_parameter(values), *_strides(values))
     if step.form in ("bucket", "projected"):
         assert step.data is not None and step.learned is not None
         data = side_by_side(step.data.unsqueeze(1) if step.form == "bucket" else step.data.to(dtype))
-        steps = (_step(data, 0), data.stride(1), data.stride(2))
+        strides = (_stride(data, 0), data.stride(1), data.stride(2))
         table = step.learned.detach().to(dtype)
         if step.form == "bucket":
             buckets = memory(data)
@@ -110,6 +110,6 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
         learned, num_learned = table.contiguous(), table.shape[1]
     if step.bias_mask is not None:
         given = side_by_side(step.bias_mask)
-        mask, mask_steps = memory(given), (_step(given, 0), given.stride(1))
-    at = Steps(_FORMS[step.form], num_learned, *steps, *mask_steps)
+        mask, mask_strides = memory(given), (_stride(given, 0), given.stride(1))
+    at = Strides(_FORMS[step.form], num_learned, *strides, *mask_strides)
     return BiasArrays(buckets, channels, _memory_of_parameter(learned), dense, mask, at)
