@@ -32,7 +32,7 @@ from megagraph.attention.cpu.simd import (
     store,
     transposed,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, plane
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, bias_arrays, place_of, plane
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.packing import Rows
 from megagraph.attention.step import Gradients, State, Step
@@ -56,51 +56,53 @@ class _Dropout(NamedTuple):
 
 
 @_part
-def _gather(x, at, stride_h, heads, width, out, out_at):
-    """Rows of several heads, x [heads, width], into out [width, 8]."""
-    done = 0
+def _gather(x, at, heads, width, out, to):
+    """Rows of several heads of a plane, ``at`` for the first, [heads, width], into out [width, 8]."""
+    memory, stride, done = x.memory, x.stride_h, 0
     if heads == LANES:
         while done + LANES <= width:
-            transposed(x, at + done, stride_h, out, out_at + LANES * done, LANES)
+            transposed(memory, at + done, stride, out, to + LANES * done, LANES)
             done += LANES
     for i in range(done, width):
         for head in range(heads):
-            out[out_at + LANES * i + head] = x[at + head * stride_h + i]
+            out[to + LANES * i + head] = memory[at + head * stride + i]
 
 
 @_part
-def _gather_rows(x, at, stride_h, stride_row, rows, first, n, heads, D, out, width):
-    """``n`` of the listed rows of several heads, x [heads, R, D], into out [n, width, 8]."""
+def _gather_rows(x, sequence, rows, first, n, D, out):
+    """``n`` of the listed rows of several heads [heads, R, D] into out [n, width, 8]."""
+    b, head, heads = sequence
     for j in range(n):
-        _gather(x, at + rows[first + j] * stride_row, stride_h, heads, D, out, LANES * width * j)
+        _gather(x, place_of(x, (b, head, rows[first + j])), heads, D, out, LANES * _padded(D) * j)
 
 
 @_part
-def _scatter(x, x_at, heads, width, out, at, stride_h):
-    """Back: x [width, 8] into rows of several heads, out [heads, width]."""
-    done = 0
+def _scatter(x, x_at, heads, width, out, at):
+    """Back: x [width, 8] into rows of several heads of a plane."""
+    memory, stride, done = out.memory, out.stride_h, 0
     if heads == LANES:
         while done + LANES <= width:
-            transposed(x, x_at + LANES * done, LANES, out, at + done, stride_h)
+            transposed(x, x_at + LANES * done, LANES, memory, at + done, stride)
             done += LANES
     for i in range(done, width):
         for head in range(heads):
-            out[at + head * stride_h + i] = x[x_at + LANES * i + head]
+            memory[at + head * stride + i] = x[x_at + LANES * i + head]
 
 
 @_part
-def _fetch(x, at, stride_h, heads, width):
-    """Rows of several heads, x [heads, width], into the cache."""
+def _fetch(x, at, heads, width):
+    """Rows of several heads into the cache."""
     for head in range(heads):
         for i in range(0, width, _LINE):
-            fetch(x, at + head * stride_h + i)
+            fetch(x.memory, at + head * x.stride_h + i)
 
 
 @_part
-def _fetch_row(x, x_b, x_h, x_r, start, at, b, head, last, nth, heads, D):
-    """A row of the heads of a sequence into the cache, if it has so many and is before ``last``."""
+def _fetch_row(x, sequence, start, rows, nth, last, D):
+    """The nth row of the heads of a sequence into the cache, if it has so many and is before ``last``."""
+    b, head, heads = sequence
     if b < last and start[b] + nth < start[b + 1]:
-        _fetch(x, b * x_b + head * x_h + at[start[b] + nth] * x_r, x_h, heads, D)
+        _fetch(x, place_of(x, (b, head, rows[start[b] + nth])), heads, D)
 
 
 @_part
@@ -169,60 +171,60 @@ def _side_by_side(slots, first, n):
 
 
 @_part
-def _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, row, group, heads, slots, first, n):
+def _set_to_bias(s, bias, sequence, row, slots, first, n):
     """The bias of a row's n keys into s; -inf where masked."""
-    at, learned_at = b * steps.b + row * steps.m, group * LANES * steps.num_learned
-    if steps.form == BUCKET:
+    (buckets, channels, learned, dense, mask, strides), (b, head, heads) = bias, sequence
+    at, learned_at = b * strides.b + row * strides.m, head * strides.num_learned
+    if strides.form == BUCKET:
         for j in range(n):
             store(s, LANES * j, load(learned, learned_at + LANES * np.intp(buckets[at + slots[first + j]])))
-    elif steps.form == PROJECTED:
+    elif strides.form == PROJECTED:
         for j in range(n):
             here, sum_ = at + slots[first + j], splat(_ZERO)
-            for c in range(steps.num_learned):
-                channel = splat(channels[here + c * steps.c])
+            for c in range(strides.num_learned):
+                channel = splat(channels[here + c * strides.c])
                 sum_ = multiply_add(load(learned, learned_at + LANES * c), channel, sum_)
             store(s, LANES * j, sum_)
-    elif steps.form == DENSE:
-        dense, stride_b, stride_h, stride_row = dense
-        at = b * stride_b + LANES * group * stride_h + row * stride_row
+    elif strides.form == DENSE:
+        at = place_of(dense, (b, head, row))
         if _side_by_side(slots, first, n):
-            _fetch(dense, at + slots[first] + stride_row, stride_h, heads, n)
-            _gather(dense, at + slots[first], stride_h, heads, n, s, 0)
+            _fetch(dense, at + slots[first] + dense.stride_row, heads, n)
+            _gather(dense, at + slots[first], heads, n, s, 0)
         else:
             for j in range(n):
-                _gather(dense, at + slots[first + j], stride_h, heads, 1, s, LANES * j)
+                _gather(dense, at + slots[first + j], heads, 1, s, LANES * j)
     else:
         _fill(s, LANES * n, _ZERO)
     if len(mask):
-        at = b * steps.mask_b + row * steps.mask_m
+        at = b * strides.mask_b + row * strides.mask_m
         for j in range(n):
             if mask[at + slots[first + j]]:
                 store(s, LANES * j, splat(_MINUS_INF))
 
 
 @_part
-def _add_bias_gradient(ds, steps, buckets, channels, d_table, d_dense, b, row, group, heads, slots, first, n):
+def _add_bias_gradient(ds, bias, d_table, d_dense, sequence, row, keys):
     """Add a row's share to the table or weight of its group, or write it into the dense plane."""
-    at = b * steps.b + row * steps.m
-    if steps.form == BUCKET:
+    (buckets, channels, _, _, _, strides), (b, head, heads), (slots, first, n) = bias, sequence, keys
+    at = b * strides.b + row * strides.m
+    if strides.form == BUCKET:
         for j in range(n):
             bucket = LANES * np.intp(buckets[at + slots[first + j]])
             store(d_table, bucket, load(d_table, bucket) + load(ds, LANES * j))
-    elif steps.form == PROJECTED:
-        for c in range(steps.num_learned):
-            here, sum_ = at + c * steps.c, splat(_ZERO)
+    elif strides.form == PROJECTED:
+        for c in range(strides.num_learned):
+            here, sum_ = at + c * strides.c, splat(_ZERO)
             for j in range(n):
                 sum_ = multiply_add(load(ds, LANES * j), splat(channels[here + slots[first + j]]), sum_)
             store(d_table, LANES * c, load(d_table, LANES * c) + sum_)
-    elif steps.form == DENSE:
-        d_dense, stride_b, stride_h, stride_row = d_dense
-        at = b * stride_b + LANES * group * stride_h + row * stride_row
+    elif strides.form == DENSE:
+        at = place_of(d_dense, (b, head, row))
         if _side_by_side(slots, first, n):
-            _fetch(d_dense, at + slots[first] + stride_row, stride_h, heads, n)
-            _scatter(ds, 0, heads, n, d_dense, at + slots[first], stride_h)
+            _fetch(d_dense, at + slots[first] + d_dense.stride_row, heads, n)
+            _scatter(ds, 0, heads, n, d_dense, at + slots[first])
         else:
             for j in range(n):
-                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j], stride_h)
+                _scatter(ds, LANES * j, heads, 1, d_dense, at + slots[first + j])
 
 
 @_part
@@ -264,41 +266,33 @@ def _head_keys(key, group):
 
 
 @jit(nogil=True)
-def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scratch):
+def _forward(first, last, sizes, planes, rows, bias, dropout, scratch):
     """Sequences first..last; maxima and sums [B, H, M], of a row's scores and their exponentials, unless empty."""
-    q, k, v, out, maxima, sums = borrowed(planes)
-    q, q_b, q_h, q_r = q
-    k, k_b, k_h, k_r = k
-    v, v_b, v_h, v_r = v
-    out, out_b, out_h, out_r = out
-    maxima, maxima_b, maxima_h, maxima_r = maxima
-    sums = sums.memory
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed((queries, keys))
-    buckets, channels, learned, dense, mask, steps = borrowed(bias)
+    (H, D, scale), (q, k, v, out, maxima, sums), bias = sizes, borrowed(planes), borrowed(bias)
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed(rows)
     dropout_keys, threshold, dropout_scale = borrowed(dropout)
-    width = _padded(D)
     k_t, v_t, q_t, out_t, s, state = borrowed(scratch)
+    width, dropped = _padded(D), len(dropout_keys) > 0
     head_key = row_key = splat(np.uint32(0))
-    dropped = len(dropout_keys) > 0
     for b in range(first, last):
         at, n = key_start[b], key_start[b + 1] - key_start[b]
         for group in range(-(-H // LANES)):
             head = LANES * group
-            heads = min(LANES, H - head)
-            next_b, next_head = (b, head + LANES) if head + LANES < H else (b + 1, 0)
-            _gather_rows(k, b * k_b + head * k_h, k_h, k_r, key_at, at, n, heads, D, k_t, width)
-            _gather_rows(v, b * v_b + head * v_h, v_h, v_r, key_at, at, n, heads, D, v_t, width)
+            sequence = b, head, min(LANES, H - head)
+            heads = sequence[2]
+            after = (b, head + LANES, heads) if head + LANES < H else (b + 1, 0, heads)
+            _gather_rows(k, sequence, key_at, at, n, D, k_t)
+            _gather_rows(v, sequence, key_at, at, n, D, v_t)
             if dropped:
                 head_key = _head_keys(dropout_keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
-                row, slot = query_at[i], query_slot[i]
-                nth = i - query_start[b]
-                _fetch_row(k, k_b, k_h, k_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
-                _fetch_row(v, v_b, v_h, v_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
-                _fetch_row(q, q_b, q_h, q_r, query_start, query_at, next_b, next_head, last, nth, heads, D)
-                _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
+                row, slot, nth = query_at[i], query_slot[i], i - query_start[b]
+                _fetch_row(k, after, key_start, key_at, nth, last, D)
+                _fetch_row(v, after, key_start, key_at, nth, last, D)
+                _fetch_row(q, after, query_start, query_at, nth, last, D)
+                _gather(q, place_of(q, (b, head, row)), heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
-                _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
+                _set_to_bias(s, bias, sequence, slot, slots, at, n)
                 _add_dots(q_t, k_t, n, width, s)
 
                 m, l = _exponentials(s, n)
@@ -308,103 +302,94 @@ def _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scr
                         hashed = pair_hash(row_key, splat(np.uint32(slots[at + j])))
                         store(s, LANES * j, keep_from(load(s, LANES * j), hashed, splat(threshold)))
                 _combine(s, v_t, n, width, splat(dropout_scale) / not_zero(l), out_t)
-                _scatter(out_t, 0, heads, D, out, b * out_b + head * out_h + row * out_r, out_h)
-                if len(maxima):
+                _scatter(out_t, 0, heads, D, out, place_of(out, (b, head, row)))
+                if len(maxima.memory):
                     store(state, 0, m)
                     store(state, LANES, l)
-                    place = b * maxima_b + head * maxima_h + row * maxima_r
-                    _scatter(state, 0, heads, 1, maxima, place, maxima_h)
-                    _scatter(state, LANES, heads, 1, sums, place, maxima_h)
+                    _scatter(state, 0, heads, 1, maxima, place_of(maxima, (b, head, row)))
+                    _scatter(state, LANES, heads, 1, sums, place_of(sums, (b, head, row)))
+
+
+@_part
+def _softmax_backward(s, dp, kept, delta, row_key, keys, dropout):
+    """s and dp [n], scores and what their weights receive, become p and ds; ``kept`` the weights that out had."""
+    (slots, at, n), (dropout_keys, threshold, dropout_scale) = keys, dropout
+    # p is made as in the forward pass: exp(s - lse) would carry the rounding of lse
+    _, l = _exponentials(s, n)
+    inverse = splat(_ONE) / not_zero(l)
+    for first in range(0, n, _IN_A_SUM):
+        part = splat(_ZERO)
+        for j in range(first, min(first + _IN_A_SUM, n)):
+            p, dp_j = load(s, LANES * j) * inverse, load(dp, LANES * j)
+            store(s, LANES * j, p)
+            if len(dropout_keys):
+                hashed = pair_hash(row_key, splat(np.uint32(slots[at + j])))
+                p = keep_from(p, hashed, splat(threshold)) * splat(dropout_scale)
+                dp_j = keep_from(dp_j, hashed, splat(threshold)) * splat(dropout_scale)
+                store(dp, LANES * j, dp_j)
+            store(kept, LANES * j, p)
+            part = multiply_add(load(s, LANES * j), dp_j, part)
+        delta = delta + part
+    for j in range(n):
+        store(dp, LANES * j, load(s, LANES * j) * (load(dp, LANES * j) - delta))
 
 
 @jit(nogil=True)
-def _backward(first, last, H, D, scale, planes, learned_grad, d_learned, queries, keys, bias, dropout, scratch):
-    """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``."""
-    q, k, v, d_out, deltas, dq, dk, dv, d_dense = borrowed(planes)
-    q, q_b, q_h, q_r = q
-    k, k_b, k_h, k_r = k
-    v, v_b, v_h, v_r = v
-    d_out, d_out_b, d_out_h, d_out_r = d_out
-    deltas, deltas_b, deltas_h, deltas_r = deltas
-    dq, dq_b, dq_h, dq_r = dq
-    dk, dk_b, dk_h, dk_r = dk
-    dv, dv_b, dv_h, dv_r = dv
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed((queries, keys))
-    buckets, channels, learned, dense, mask, steps = borrowed(bias)
-    dropout_keys, threshold, dropout_scale = borrowed(dropout)
-    d_learned = borrowed(d_learned)
-    width, of_group = _padded(D), LANES * steps.num_learned
+def _backward(first, last, sizes, planes, d_learned, rows, bias, dropout, scratch):
+    """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``, unless empty."""
+    (H, D, scale), (q, k, v, d_out, deltas, dq, dk, dv, d_dense), bias = sizes, borrowed(planes), borrowed(bias)
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed(rows)
+    dropout, d_learned = borrowed(dropout), borrowed(d_learned)
     k_t, v_t, dk_t, dv_t, q_t, d_out_t, dq_t, s, dp, kept, d_table, state = borrowed(scratch)
+    width, of_group = _padded(D), LANES * bias.at.num_learned
     head_key = row_key = splat(np.uint32(0))
-    dropped = len(dropout_keys) > 0
     for b in range(first, last):
         at, n = key_start[b], key_start[b + 1] - key_start[b]
         for group in range(-(-H // LANES)):
             head = LANES * group
-            heads = min(LANES, H - head)
-            next_b, next_head = (b, head + LANES) if head + LANES < H else (b + 1, 0)
-            _gather_rows(k, b * k_b + head * k_h, k_h, k_r, key_at, at, n, heads, D, k_t, width)
-            _gather_rows(v, b * v_b + head * v_h, v_h, v_r, key_at, at, n, heads, D, v_t, width)
+            sequence = b, head, min(LANES, H - head)
+            heads = sequence[2]
+            after = (b, head + LANES, heads) if head + LANES < H else (b + 1, 0, heads)
+            _gather_rows(k, sequence, key_at, at, n, D, k_t)
+            _gather_rows(v, sequence, key_at, at, n, D, v_t)
             _fill(dk_t, LANES * width * n, _ZERO)
             _fill(dv_t, LANES * width * n, _ZERO)
-            if dropped:
-                head_key = _head_keys(dropout_keys[b], group)
+            if len(dropout.keys):
+                head_key = _head_keys(dropout.keys[b], group)
             for i in range(query_start[b], query_start[b + 1]):
-                row, slot = query_at[i], query_slot[i]
-                nth = i - query_start[b]
-                _fetch_row(k, k_b, k_h, k_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
-                _fetch_row(v, v_b, v_h, v_r, key_start, key_at, next_b, next_head, last, nth, heads, D)
-                _fetch_row(q, q_b, q_h, q_r, query_start, query_at, next_b, next_head, last, nth, heads, D)
-                _fetch_row(
-                    d_out, d_out_b, d_out_h, d_out_r, query_start, query_at, next_b, next_head, last, nth, heads, D
-                )
-                _gather(q, b * q_b + head * q_h + row * q_r, q_h, heads, D, q_t, 0)
+                row, slot, nth = query_at[i], query_slot[i], i - query_start[b]
+                _fetch_row(k, after, key_start, key_at, nth, last, D)
+                _fetch_row(v, after, key_start, key_at, nth, last, D)
+                _fetch_row(q, after, query_start, query_at, nth, last, D)
+                _fetch_row(d_out, after, query_start, query_at, nth, last, D)
+                _gather(q, place_of(q, (b, head, row)), heads, D, q_t, 0)
                 _scale(q_t, LANES * width, scale)
-                _gather(d_out, b * d_out_b + head * d_out_h + row * d_out_r, d_out_h, heads, D, d_out_t, 0)
-                _set_to_bias(s, steps, buckets, channels, learned, dense, mask, b, slot, group, heads, slots, at, n)
+                _gather(d_out, place_of(d_out, (b, head, row)), heads, D, d_out_t, 0)
+                _set_to_bias(s, bias, sequence, slot, slots, at, n)
                 _add_dots(q_t, k_t, n, width, s)
                 _fill(dp, LANES * _padded(n), _ZERO)
                 _add_dots(d_out_t, v_t, n, width, dp)
-
-                # p is made as in the forward pass: exp(s - lse) would carry the rounding of lse
-                _, l = _exponentials(s, n)
-                inverse, delta = splat(_ONE) / not_zero(l), splat(_ZERO)
-                if len(deltas):
-                    _gather(deltas, b * deltas_b + head * deltas_h + row * deltas_r, deltas_h, heads, 1, state, 0)
+                delta = splat(_ZERO)
+                if len(deltas.memory):
+                    _gather(deltas, place_of(deltas, (b, head, row)), heads, 1, state, 0)
                     delta = load(state, 0)
-                if dropped:
+                if len(dropout.keys):
                     row_key = mix32(head_key ^ splat(np.uint32(slot)))
-                for first_key in range(0, n, _IN_A_SUM):
-                    part = splat(_ZERO)
-                    for j in range(first_key, min(first_key + _IN_A_SUM, n)):
-                        p, dp_j = load(s, LANES * j) * inverse, load(dp, LANES * j)
-                        store(s, LANES * j, p)
-                        if dropped:
-                            hashed = pair_hash(row_key, splat(np.uint32(slots[at + j])))
-                            p = keep_from(p, hashed, splat(threshold)) * splat(dropout_scale)
-                            dp_j = keep_from(dp_j, hashed, splat(threshold)) * splat(dropout_scale)
-                            store(dp, LANES * j, dp_j)
-                        store(kept, LANES * j, p)
-                        part = multiply_add(load(s, LANES * j), dp_j, part)
-                    delta = delta + part
-                for j in range(n):
-                    store(dp, LANES * j, load(s, LANES * j) * (load(dp, LANES * j) - delta))
+                _softmax_backward(s, dp, kept, delta, row_key, (slots, at, n), dropout)
 
                 _add_outer(kept, d_out_t, n, width, dv_t)
                 _add_outer(dp, q_t, n, width, dk_t)
                 _combine(dp, k_t, n, width, splat(scale), dq_t)
-                _scatter(dq_t, 0, heads, D, dq, b * dq_b + head * dq_h + row * dq_r, dq_h)
-                if learned_grad:
-                    _add_bias_gradient(
-                        dp, steps, buckets, channels, d_table, d_dense, b, slot, group, heads, slots, at, n
-                    )
-                    if (i + 1 - query_start[b]) % _ROWS_IN_A_SUM == 0 or i + 1 == query_start[b + 1]:
+                _scatter(dq_t, 0, heads, D, dq, place_of(dq, (b, head, row)))
+                if len(d_learned) or len(d_dense.memory):
+                    _add_bias_gradient(dp, bias, d_table, d_dense, sequence, slot, (slots, at, n))
+                    if (nth + 1) % _ROWS_IN_A_SUM == 0 or i + 1 == query_start[b + 1]:
                         _add(d_table, of_group, d_learned, group * of_group)
                         _fill(d_table, of_group, _ZERO)
             for j in range(n):
-                row = key_at[at + j]
-                _scatter(dk_t, LANES * width * j, heads, D, dk, b * dk_b + head * dk_h + row * dk_r, dk_h)
-                _scatter(dv_t, LANES * width * j, heads, D, dv, b * dv_b + head * dv_h + row * dv_r, dv_h)
+                place = b, head, key_at[at + j]
+                _scatter(dk_t, LANES * width * j, heads, D, dk, place_of(dk, place))
+                _scatter(dv_t, LANES * width * j, heads, D, dv, place_of(dv, place))
 
 
 def _side_by_side_as(x: Tensor) -> Tensor:
@@ -472,7 +457,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, rows: tup
     def run(_: int, first: int, last: int) -> None:
         size, width = _up(_longest(keys, first, last)), _up(D)
         scratch = _scratch(size * width, size * width, width, width, size, 2)
-        _forward(first, last, H, D, scale, planes, queries, keys, bias, dropout, scratch)
+        _forward(first, last, (H, D, scale), planes, (queries, keys), bias, dropout, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if lse is not None and sums is not None:
@@ -496,13 +481,14 @@ def backward(
     written = [None if x is None else _side_by_side_as(x) for x in given]
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, gradients.d_out, gradients.delta, *written))
     bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
-    shares = np.zeros((CHUNKS * torch.get_num_threads(), len(bias.learned)), np.float32)
+    width_of_share = 0 if d_learned is None else len(bias.learned)
+    shares = np.zeros((CHUNKS * torch.get_num_threads(), width_of_share), np.float32)
 
     def run(chunk: int, first: int, last: int) -> None:
         size, width = _up(_longest(keys, first, last)), _up(D)
         sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (bias.at.num_learned, 1)
-        wanted = d_learned is not None, shares[chunk]
-        _backward(first, last, H, D, scale, planes, *wanted, queries, keys, bias, dropout, _scratch(*sizes))
+        scratch = _scratch(*sizes)
+        _backward(first, last, (H, D, scale), planes, shares[chunk], (queries, keys), bias, dropout, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and dense is None:

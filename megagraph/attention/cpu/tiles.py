@@ -41,7 +41,17 @@ from megagraph.attention.cpu.simd import (
     sum_of,
     transposed,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, bias_arrays, plane, side_by_side
+from megagraph.attention.cpu.views import (
+    BUCKET,
+    DENSE,
+    PROJECTED,
+    BiasArrays,
+    Plane,
+    bias_arrays,
+    place_of,
+    plane,
+    side_by_side,
+)
 from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
@@ -106,12 +116,6 @@ _up = jit()(_up_to)
 
 
 @jit()
-def _place(x, at):
-    """Of a row (b, h, row) in the memory of a plane."""
-    return at[0] * x.stride_b + at[1] * x.stride_h + at[2] * x.stride_row
-
-
-@jit()
 def _copy_row(x, start, D, factor, out, to):
     """factor * x[start..start + D] into out[to..]."""
     whole = D // LANES * LANES
@@ -124,7 +128,7 @@ def _copy_row(x, start, D, factor, out, to):
 @jit()
 def _copy_rows(x, at, n, D, out, to, width):
     """x [n, D] from the row ``at`` of a plane on into out [n, width]."""
-    memory, start = x.memory, _place(x, at)
+    memory, start = x.memory, place_of(x, at)
     one = memory.dtype.type(1)
     for i in range(n):
         _copy_row(memory, start + i * x.stride_row, D, one, out, to + i * width)
@@ -134,7 +138,7 @@ def _copy_rows(x, at, n, D, out, to, width):
 def _copy_panels(x, at, n, D, factor, out, rows):
     """factor * x [n, D] into panels of 16 columns, out [panel, rows, 16]: a product reads one panel many times, and
     rows as far apart as those of x would share a few places of the cache."""
-    memory, start, stride = x.memory, _place(x, at), x.stride_row
+    memory, start, stride = x.memory, place_of(x, at), x.stride_row
     whole, panel = D // LANES * LANES, rows * _WIDE
     for i in range(n):
         row, to = start + i * stride, i * _WIDE
@@ -147,7 +151,7 @@ def _copy_panels(x, at, n, D, factor, out, rows):
 @jit()
 def _add_rows(x, n, D, width, out, at):
     """Rows of a plane from ``at`` on [n, D] += x of x [n, width]."""
-    memory, start, stride = out.memory, _place(out, at), out.stride_row
+    memory, start, stride = out.memory, place_of(out, at), out.stride_row
     whole = D // LANES * LANES
     for i in range(n):
         row, to = i * width, start + i * stride
@@ -160,7 +164,7 @@ def _add_rows(x, n, D, width, out, at):
 @jit()
 def _copy_columns(x, at, n, D, factor, out, width, padded):
     """factor * x [n, D] into out [D, width], with zeros in columns n to ``padded``."""
-    memory, start, stride = x.memory, _place(x, at), x.stride_row
+    memory, start, stride = x.memory, place_of(x, at), x.stride_row
     whole, deep = n // LANES * LANES, D // LANES * LANES
     for d in range(0, deep, LANES):
         for i in range(0, whole, LANES):
@@ -182,7 +186,7 @@ def _scores(rows, keys, D, m, n, out, wanted, place):
 
     Meanwhile the tile at (b, h, row, column) of the plane wanted next, unless that is empty, comes into the cache.
     """
-    ahead, stride, at = wanted.memory, wanted.stride_row, _place(wanted, place) + place[3]
+    ahead, stride, at = wanted.memory, wanted.stride_row, place_of(wanted, place) + place[3]
     some_ahead = len(ahead) > 0
     for j in range(0, n, _WIDE):
         for i in range(0, m, PRODUCT_ROWS):
@@ -222,7 +226,7 @@ def _add_bias(s, m, n, padded, pairs, place):
     b, h, row, column = place
     # arrays are taken out of their tuples once for a tile: each time counts a reference
     (buckets, channels, learned, dense, mask, strides), padding = pairs.bias, pairs.padding
-    dense, dense_at, dense_stride = dense.memory, _place(dense, place) + column, dense.stride_row
+    dense, dense_at, dense_stride = dense.memory, place_of(dense, place) + column, dense.stride_row
     whole = n // LANES * LANES
     for i in range(m):
         o, at = i * _MOST_KEYS, b * strides.b + (row + i) * strides.m + column
@@ -274,7 +278,7 @@ def _add_bias_gradient(ds, m, n, bias, d_lanes, sums, place):
     """Add the share of a tile to d_lanes [R, 8], the sum of whose lanes is wanted; write or add it to a dense plane."""
     b, _, row, column = place
     buckets, channels, _, _, _, strides = bias
-    d_dense, d_dense_at, d_dense_stride = sums.dense.memory, _place(sums.dense, place) + column, sums.dense.stride_row
+    d_dense, d_dense_at, d_dense_stride = sums.dense.memory, place_of(sums.dense, place) + column, sums.dense.stride_row
     added = sums.dense_added
     whole, odd = n // LANES * LANES, n // _WIDE * _WIDE
     for i in range(m):
@@ -323,7 +327,7 @@ def _fold_rows(s, m, padded, running, at, width, pairs, place):
     """Scores s [m, padded] become exponentials; the running maxima, sums and total of their rows, from ``at`` on,
     follow, all but the product."""
     maxima, sums, acc = running
-    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, place), pairs.threshold
+    row_keys, key_at, threshold = pairs.row_keys.memory, place_of(pairs.row_keys, place), pairs.threshold
     column = place[3]
     for i in range(m):
         o, here = i * _MOST_KEYS, at + i
@@ -351,9 +355,9 @@ def _fold_rows(s, m, padded, running, at, width, pairs, place):
 @jit()
 def _softmax_backward(s, dp, m, padded, lse, delta, pairs, place):
     """dp becomes ds = p * (keep * dp - delta), then s keep * p, of p = exp(s - lse); both [m, padded]."""
-    lse, lse_at, lse_stride = lse.memory, _place(lse, place), lse.stride_row
-    delta, delta_at, delta_stride = delta.memory, _place(delta, place), delta.stride_row
-    row_keys, key_at, threshold = pairs.row_keys.memory, _place(pairs.row_keys, place), pairs.threshold
+    lse, lse_at, lse_stride = lse.memory, place_of(lse, place), lse.stride_row
+    delta, delta_at, delta_stride = delta.memory, place_of(delta, place), delta.stride_row
+    row_keys, key_at, threshold = pairs.row_keys.memory, place_of(pairs.row_keys, place), pairs.threshold
     column = place[3]
     hashed = splat(np.uint32(0))
     for i in range(m):
@@ -415,13 +419,13 @@ def _forward(first, last, work, inputs, state, is_first, is_last, pairs):
             for row in range(first_row, end):
                 at, carried = (head - h) * rows + row - first_row, (b, head, row)
                 if is_last:
-                    state.lse.memory[_place(state.lse, carried)] = maxima[at] + np.log(sums[at])
+                    state.lse.memory[place_of(state.lse, carried)] = maxima[at] + np.log(sums[at])
                     factor = one / (sums[at] * work.keep) if sums[at] != 0 else one
-                    _copy_row(total, at * width, D, factor, state.out.memory, _place(state.out, carried))
+                    _copy_row(total, at * width, D, factor, state.out.memory, place_of(state.out, carried))
                 else:
-                    state.m.memory[_place(state.m, carried)] = maxima[at]
-                    state.l.memory[_place(state.l, carried)] = sums[at]
-                    _copy_row(total, at * width, D, one, state.acc.memory, _place(state.acc, carried))
+                    state.m.memory[place_of(state.m, carried)] = maxima[at]
+                    state.l.memory[place_of(state.l, carried)] = sums[at]
+                    _copy_row(total, at * width, D, one, state.acc.memory, place_of(state.acc, carried))
 
 
 @jit()
@@ -452,7 +456,7 @@ def _visit(b, h, rows, keys, part, work, inputs, pairs, sums, scratch):
             _add_bias_gradient(dp, num, n, pairs.bias, d_lanes, sums, place)
         _add_to_keys(s, d_out_rows, num, n, width, dv_rows)
         _add_to_keys(dp, q_rows, num, n, width, dk_rows)
-        _add_to_rows(dp, k_rows, full, n, width, dq.memory, _place(dq, (part, h, row)))
+        _add_to_rows(dp, k_rows, full, n, width, dq.memory, place_of(dq, (part, h, row)))
     _add_rows(dk_rows, n, D, width, sums.dk, of_keys)
     _add_rows(dv_rows, n, D, width, sums.dv, of_keys)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megagraph.attention.bias import masked_table
 from megagraph.attention.step import Step
+from megagraph.jit import jit
 
 BUCKET, PROJECTED, DENSE = 1, 2, 3
 _FORMS = {"none": 0, "bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
@@ -22,6 +23,12 @@ class Plane(NamedTuple):
     stride_b: int
     stride_h: int
     stride_row: int
+
+
+@jit()
+def place_of(x, at):
+    """Of a row (b, h, row) in the memory of a plane."""
+    return at[0] * x.stride_b + at[1] * x.stride_h + at[2] * x.stride_row
 
 
 class Strides(NamedTuple):
