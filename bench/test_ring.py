@@ -18,8 +18,9 @@ import megagraph as mg
 from bench.measure import problem, times
 from bench.shapes import DEVICE, FORMS, Case, Inputs, aligned_rows, make_bias, square
 from megagraph.attention.engines import choose
+from megagraph.attention.exchange import Loopback
 from megagraph.attention.operator import make_step
-from megagraph.attention.ring import Loopback, _RingAttention, loopback_attention
+from megagraph.attention.ring import _RingAttention, loopback_attention
 
 pytestmark = pytest.mark.timeout(120)
 

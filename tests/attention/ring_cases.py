@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megagraph as mg
-from megagraph.attention import ring
+from megagraph.attention import exchange, ring
 from megagraph.attention.ring import Comm
 from tests.problems import FORMS, IMPLS, Problem, to, with_learned
 from tests.problems import ring_problem as make_ring_problem
@@ -43,7 +43,7 @@ def staged_options(world_size: int) -> dict[str, dict]:
 
 def staged(**options) -> dict[str, Tensor]:
     """A ring whose messages go through buffers of the host, as those of ranks that share a GPU."""
-    with patch.object(ring, "make_exchange", ring.StagedExchange):
+    with patch.object(ring, "make_exchange", exchange.StagedExchange):
         return run_ring(**options)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagraph.attention import threads
+from megagraph import threads
 
 
 @pytest.fixture(params=["torch's team", "a pool"])
