@@ -40,3 +40,21 @@ def test_the_ring_example_has_the_gradients_of_one_process_on_two(tmp_path):
     assert all(grad.abs().max() > 0 for grad in grads.values())
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}-2.pt"), (loss, grads), rtol=1e-5, atol=1e-7)
+
+
+def test_the_tree_names_every_file_once():
+    """Each in its folder, by the indentation of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tree = text.split("## Where things are\n\n")[1].split("\n\n")[0]
+    named, folders = [], []
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip()) - 4) // 2, line.split()[0]
+        folders = folders[:depth]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            named.append("".join([*folders, name]))
+    places = [ROOT / folder for folder in ("kernels", "megagraph", "bench")]
+    files = {path.relative_to(ROOT) for place in places for path in place.rglob("*.py")}
+    files = {path.as_posix() for path in files if "megagraph/kernels" not in path.as_posix()}
+    assert sorted(named) == sorted(file for file in files if not file.endswith(("__init__.py", "__main__.py")))

@@ -1,6 +1,6 @@
 """What a ring gains from sending while it computes: one rank of four, on a CPU, with messages that take a known time.
 
-    python -m bench.ring_overlap
+    python -m bench.experiments.ring_overlap
 
 The other ranks are played by an exchange that hands a rank its own blocks ``delay`` after they were posted, and sleeps
 until then, so that nothing but the rank's own steps takes the processor. ``delay`` is the median time of a step,

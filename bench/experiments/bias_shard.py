@@ -1,6 +1,6 @@
 """Who builds the bias rows of a batch in a pipeline: every rank its own, or one, which broadcasts them over pp?
 
-    OMP_NUM_THREADS=1 python -m bench.bias_shard
+    OMP_NUM_THREADS=1 python -m bench.experiments.bias_shard
 
 Two stages of one pipeline, a process each, gloo. ``rebuild``: both build at once. ``broadcast``: the first builds, then
 broadcasts. Seconds until both ranks have the rows, from one barrier to the next, in turn; ``transfer`` is what of the

@@ -1,6 +1,6 @@
 """How long the search takes, and how far its choice is from the best of all plans.
 
-    python -m bench.search
+    python -m bench.experiments.search
 
 GPipe's best split is exact. Of the other schedules the search runs twenty on paper, so that it may miss the best one:
 here every plan with every split of the layers is run on paper, for MACHINES machines whose coefficients are drawn (seed
