@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,25 @@ from megagraph.models.config import ModelConfig
 
 # one number per place where a layer drops something; the key of a place is mix_key(key, layer, site)
 _ATTENTION_SITE, _ATTENTION_OUT_SITE, _FFN_SITE = range(3)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Context:
+    """What a batch tells every layer.
+
+    Args:
+        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank.
+        key_padding_mask: bool [B, N], True = padding.
+        layout: which nodes the S rows are.
+        dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
+        packing: hidden states are packed rows [T, d] of whole sequences on one rank; ``None``: they are [B, S, d].
+    """
+
+    structure: Tensor
+    key_padding_mask: Tensor
+    layout: NodeLayout
+    dropout_key: Tensor | None = None
+    packing: Packing | None = None
 
 
 class GraphTransformerLayer(nn.Module):
@@ -47,64 +68,40 @@ class GraphTransformerLayer(nn.Module):
             nn.Linear(config.dim, config.ffn_dim), nn.GELU(), nn.Linear(config.ffn_dim, config.dim)
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        structure: Tensor,
-        key_padding_mask: Tensor,
-        layout: NodeLayout,
-        dropout_key: Tensor | None = None,
-        num_queries: int | None = None,
-        packing: Packing | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context, num_queries: int | None = None) -> Tensor:
         """One layer, on the S rows of a rank (all N on one rank).
 
         Args:
-            x: [B, S, d].
-            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N].
-            key_padding_mask: bool [B, N], True = padding.
-            layout: which nodes the rows are.
-            dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
-            num_queries: compute only the first M rows.
-            packing: x is packed rows [T, d] of whole sequences on one rank; so is the result, but with ``num_queries``.
+            x: [B, S, d], or packed.
+            num_queries: compute only the first M rows of every sequence.
 
         Returns:
-            [B, M, d], M = S unless ``num_queries`` says less.
+            [B, M, d], M = S unless ``num_queries`` says less; packed as x is, but with ``num_queries``.
         """
-        inputs = (x, structure, key_padding_mask, layout, dropout_key, num_queries, packing)
         if self.checkpoint and torch.is_grad_enabled():
             # inside the layer, so that fully_shard has gathered its weights once by then
-            return checkpoint(self._forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self._forward(*inputs)
+            return checkpoint(self._forward, x, context, num_queries, use_reentrant=False, preserve_rng_state=False)
+        return self._forward(x, context, num_queries)
 
-    def _forward(
-        self,
-        x: Tensor,
-        structure: Tensor,
-        key_padding_mask: Tensor,
-        layout: NodeLayout,
-        dropout_key: Tensor | None,
-        num_queries: int | None,
-        packing: Packing | None,
-    ) -> Tensor:
-        rows = slice(num_queries)
+    def _forward(self, x: Tensor, context: Context, num_queries: int | None) -> Tensor:
+        rows, packing, key = slice(num_queries), context.packing, context.dropout_key
         bias: BucketBias | ProjectedBias
         if self.bias_form == "bucket":
-            bias = BucketBias(structure[:, rows], self.bias_weight)
+            bias = BucketBias(context.structure[:, rows], self.bias_weight)
         else:
-            bias = ProjectedBias(structure[:, :, rows], self.bias_weight)
-        key_at = [None if dropout_key is None else mix_key(dropout_key, self.index, site) for site in range(3)]
+            bias = ProjectedBias(context.structure[:, :, rows], self.bias_weight)
+        key_at = [None if key is None else mix_key(key, self.index, site) for site in range(3)]
         h = self.attention(
             self.attention_norm(x),
             bias,
-            layout=layout,
-            key_padding_mask=key_padding_mask,
+            layout=context.layout,
+            key_padding_mask=context.key_padding_mask,
             dropout_key=key_at[_ATTENTION_SITE],
             num_queries=num_queries,
             packing=packing,
         )
         if num_queries is not None:
             x, packing = x[:, rows] if packing is None else packing.first_rows(x, num_queries), None
-        x = x + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], layout, packing)
+        x = x + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], context.layout, packing)
         h = self.ffn(self.ffn_norm(x))
-        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], layout, packing)
+        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], context.layout, packing)

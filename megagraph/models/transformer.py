@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -15,7 +17,7 @@ from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
-from megagraph.models.layers import GraphTransformerLayer
+from megagraph.models.layers import Context, GraphTransformerLayer
 
 _INPUT_SITE = 3  # after the layers' own sites 0..2, with the layer index -1
 
@@ -101,9 +103,10 @@ class GraphTransformer(nn.Module):
         """
         if layout is None:
             layout = NodeLayout(key_padding_mask.shape[1], 0)
-        x = self.embed(features, degrees, node_index, layout, dropout_key)
-        x = self.transform(x, structure, key_padding_mask, layout, num_targets, dropout_key)
-        return self.read_out(x)
+        context = Context(
+            structure=structure, key_padding_mask=key_padding_mask, layout=layout, dropout_key=dropout_key
+        )
+        return self.read_out(self.transform(self.embed(features, degrees, node_index, context), context, num_targets))
 
     def encode(self, features: Tensor, degrees: Tensor | None) -> Tensor:
         """Raw rows [U, d_in], or learned ones [U, d] -> [U, d]."""
@@ -115,60 +118,45 @@ class GraphTransformer(nn.Module):
             return _SparseProduct.apply(self.input_proj.weight, features) + self.input_proj.bias
         return self.input_proj(features)
 
-    def embed(
-        self,
-        features: Tensor,
-        degrees: Tensor | None,
-        node_index: Tensor,
-        layout: NodeLayout,
-        dropout_key: Tensor | None,
-    ) -> Tensor:
+    def embed(self, features: Tensor, degrees: Tensor | None, node_index: Tensor, context: Context) -> Tensor:
         """Input rows [B, S, d], global tokens last."""
         x = nn.functional.embedding(node_index, self.encode(features, degrees))
         if self.global_tokens is not None:
             x = torch.cat([x, self.global_tokens.to(x.dtype).expand(x.shape[0], -1, -1)], dim=1)
-        key = self._key(dropout_key)
+        key = self._key(context)
         key = None if key is None else mix_key(key, -1, _INPUT_SITE)
-        return hidden_dropout(x, self.config.input_dropout, key, layout)
+        return hidden_dropout(x, self.config.input_dropout, key, context.layout)
 
-    def transform(
-        self,
-        x: Tensor,
-        structure: Tensor,
-        key_padding_mask: Tensor,
-        layout: NodeLayout,
-        num_targets: int,
-        dropout_key: Tensor | None,
-    ) -> Tensor:
+    def transform(self, x: Tensor, context: Context, num_targets: int) -> Tensor:
         """The layers that are here, [B, S, d] -> [B, S, d]; the model's last layer gives its first T rows only."""
-        packing = self._worth_packing(x, key_padding_mask, layout)
+        packing = self._worth_packing(x, context)
+        context = replace(context, dropout_key=self._key(context), packing=packing)
         x = x if packing is None else packing.pack(x)
         for index, layer in self.layers.items():
-            rows = num_targets if int(index) == self.config.layers - 1 else None
-            x = layer(x, structure, key_padding_mask, layout, self._key(dropout_key), rows, packing)
+            x = layer(x, context, num_targets if int(index) == self.config.layers - 1 else None)
         return x if packing is None or x.ndim == 3 else packing.unpack(x)
 
     def read_out(self, x: Tensor) -> Tensor:
         """Class scores [B, T, num_classes]."""
         return self.head(self.final_norm(x))
 
-    def _worth_packing(self, x: Tensor, key_padding_mask: Tensor, layout: NodeLayout) -> Packing | None:
+    def _worth_packing(self, x: Tensor, context: Context) -> Packing | None:
         """On a GPU shapes that depend on the data would make it wait."""
-        if x.device.type != "cpu" or layout.world_size > 1 or torch.compiler.is_compiling():
+        padding = context.key_padding_mask
+        if x.device.type != "cpu" or context.layout.world_size > 1 or torch.compiler.is_compiling():
             return None
         head_dim = self.config.dim // self.config.heads
-        short = x.dtype == torch.float32 and is_short_shape(key_padding_mask.shape[1], head_dim)
+        short = x.dtype == torch.float32 and is_short_shape(padding.shape[1], head_dim)
         if not short or torch.is_autocast_enabled("cpu"):
             return None
-        share = key_padding_mask.double().mean().item()
-        return Packing(key_padding_mask) if _PACKED_FROM <= share < 1 else None
+        return Packing(padding) if _PACKED_FROM <= padding.double().mean().item() < 1 else None
 
-    def _key(self, dropout_key: Tensor | None) -> Tensor | None:
+    def _key(self, context: Context) -> Tensor | None:
         if not self.training:
             return None
-        if dropout_key is None:
+        if context.dropout_key is None:
             raise ValueError("dropout_key is needed in training; make one with megagraph.dropout_keys(seed, step, ids)")
-        return dropout_key
+        return context.dropout_key
 
 
 def _mostly_zeros(features: Tensor) -> bool:

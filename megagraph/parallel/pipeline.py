@@ -33,6 +33,7 @@ from torch.profiler import record_function
 from megagraph.attention.exchange import travels_through_host
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
+from megagraph.models.layers import Context
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
 from megagraph.planner.plan import Plan
@@ -127,16 +128,17 @@ class Stage(nn.Module):
             features_grad: [U, d], the gradient of learned features is added to it; a schedule of torch's keeps no
                 gradients of its inputs.
         """
-        layout = setting.layout
+        context = Context(
+            structure=structure, key_padding_mask=key_padding_mask, layout=setting.layout, dropout_key=dropout_key
+        )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if self.first:
                 assert features is not None and node_index is not None
                 if features_grad is not None:
                     features = _collect_gradient(features, features_grad)
-                x = self.model.embed(features, degrees, node_index, layout, dropout_key)
+                x = self.model.embed(features, degrees, node_index, context)
             assert x is not None
-            x = x.to(self.device)
-            x = self.model.transform(x, structure, key_padding_mask, layout, setting.num_targets, dropout_key)
+            x = self.model.transform(x.to(self.device), context, setting.num_targets)
             if not self.last:
                 return x.to(self.wire)
             scores = self.model.read_out(x)

@@ -12,6 +12,7 @@ import megagraph as mg
 from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.structure import num_buckets
+from megagraph.models.layers import Context
 from megagraph.train import loss_sum
 
 MAX_DEGREE = 4
@@ -56,8 +57,12 @@ def test_without_degrees_it_is_the_hierarchical_model_with_a_channel_per_bucket(
 
 
 def test_rows_are_features_and_the_code_of_their_degree(model, batch):
-    layout = mg.NodeLayout(batch.num_nodes, 0)
-    x = model.embed(batch.features, batch.degrees, batch.node_index, layout, None)
+    context = Context(
+        structure=batch.structure,
+        key_padding_mask=batch.key_padding_mask,
+        layout=mg.NodeLayout(batch.num_nodes, 0),
+    )
+    x = model.embed(batch.features, batch.degrees, batch.node_index, context)
     for sequence, slot in ((0, 0), (5, 1), (19, -1)):
         row = batch.node_index[sequence, slot]
         degree = min(int(batch.degrees[row]), MAX_DEGREE)
