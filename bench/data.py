@@ -53,9 +53,9 @@ from megagraph.data.datasets import Graph, csr_arrays, load_graph
 from megagraph.data.loader import Loader
 from megagraph.data.sample import known_nodes
 from megagraph.data.store import open_store
+from megagraph.epochs import make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import batches, choose_split, make_loader, make_model
 from megagraph.planner.plan import Plan
-from megagraph.train import make_optimizers, make_pipeline, train_step
 
 SEED, ROUNDS = 0, 5
 ALPHA, EPSILON, K = 0.15, 1e-4, 14

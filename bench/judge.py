@@ -35,7 +35,7 @@ import psutil
 import scipy.sparse as sp
 import torch
 
-from megagraph import cli, files, train
+from megagraph import cli, epochs, files
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
 from megagraph.models.config import ModelConfig
@@ -162,7 +162,7 @@ def make_world(world: Path, *, whole: bool = True) -> None:
 @contextlib.contextmanager
 def _stopping() -> Any:
     """A run hears SIGTERM in a step."""
-    real = train.train_step
+    real = epochs.train_step
 
     def train_step(*arguments: Any, **more: Any) -> Any:
         nonlocal steps
@@ -172,7 +172,7 @@ def _stopping() -> Any:
         return real(*arguments, **more)
 
     steps = 0
-    with patch.object(train, "train_step", train_step):
+    with patch.object(epochs, "train_step", train_step):
         yield
 
 

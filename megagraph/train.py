@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import zlib
-from array import array
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
-from tqdm import tqdm
 
 from megagraph import auto, files, plots
-from megagraph.attention.dropout import dropout_keys
-from megagraph.attention.module import BiasedRingAttention
-from megagraph.checkpoint import Checkpoints, TrainingState
 from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
-from megagraph.data.datasets import Graph, Split
+from megagraph.data.batch import ClusterBatches, EgoBatches
+from megagraph.data.datasets import Graph
+from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import (
-    accuracy,
     as_graph,
     batches,
     choose_split,
-    class_probabilities,
-    make_loader,
     make_model,
 )
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
-from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import current_phase, is_out_of_memory, phase
 from megagraph.parallel.mesh import (
     all_gather,
@@ -50,16 +36,11 @@ from megagraph.parallel.mesh import (
     on_rank_zero,
     process_group,
     rank,
-    replicas_of,
-    sum_over_ranks,
     world_size,
 )
-from megagraph.parallel.pipeline import Pipeline, Stage
-from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
-from megagraph.parallel.stop import Stop, Stopped
-from megagraph.planner.plan import Plan
-from megagraph.run import EpochLine, Run, State, fill, read_weights, restarted
-from megagraph.timeline import STEP, recorder
+from megagraph.parallel.pipeline import Pipeline
+from megagraph.parallel.stop import Stop
+from megagraph.run import Run, State, fill, read_weights, restarted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,86 +150,74 @@ class Trainer:
             phase("profile")
             config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
             self._predicted_bytes = predicted.peak_bytes
-        plan = config.parallel_plan()
-        learned = config.embedding == "learned"
-        model_config = config.model_config(
-            in_features=builder.num_rows if learned else graph.in_features,
-            num_classes=graph.num_classes,
-            bias_size=builder.structure.size,
-            graph_checksum=graph.checksum() if learned else 0,
-        )
+        model_config = _model_config(config, graph, builder)
         # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
-        contract: dict[str, Any] = {
-            "plan": plan,
-            "model": model_config,
-            "sequence_nodes": builder.sequence_nodes,
-            "dtype": config.dtype,
-        }
-        contract |= {"torch": str(torch.__version__), **_checksums(builder.coarsening)}
+        plan = config.parallel_plan()
+        contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
+        contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
         on_rank_zero(lambda: _write_configs(run, state, config, model_config))
-        mesh = make_mesh(plan, device)
-        torch.manual_seed(config.seed)
-        model = make_model(config, model_config, None if mesh is None else mesh["cp"])
-        if config.weights is not None and (state == "new" or config.weights.is_file()):
-            model.to(config.parameter_dtype)
-            on_every_rank(partial(_start_from, model, config.weights))
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        parameters += builder.num_rows * config.dim if learned else 0
-        pipeline = make_pipeline(model, plan, mesh, device, config)
-        del model  # and with it the other ranks' stages
+        pipeline, parameters = _make_pipeline(config, state, model_config, device)
         if run.writes:
+            layout = "" if world_size() == 1 else f", {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)"
             print(
                 f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} "
                 f"features, {graph.num_classes} classes; "
                 f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
                 f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
-                f"{device}{'' if mesh is None else f', {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)'}; "
-                f"prepared in {preprocess_seconds:.1f} s",
+                f"{device}{layout}; prepared in {preprocess_seconds:.1f} s",
                 file=sys.stderr,
             )
             if isinstance(builder, ClusterBatches):
                 print(builder.quality, file=sys.stderr)
 
-        epochs = _Epochs(config, builder, graph, split, pipeline, run, stop)
-        try:
-            epochs.begin(state)
-            while not epochs.finished:
-                epochs.run()
-            epochs.save()
-            epochs.checkpoints.wait()
-        finally:
-            epochs.checkpoints.settle()
-        history = epochs.history
-        best = max(history, key=itemgetter("val_accuracy"))  # the first of equals
-        if epochs.profiler is not None:
-            epochs.profiler.stop()
+        epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
+        epochs.run_all(state)
         phase("save")
         if run.writes:
             plots.curves(run.metrics(), run.folder / "curves.png")
         majority = np.bincount(graph.labels[split.train]).argmax()
         summary = Summary(
             run=str(run.folder),
-            test_accuracy=best["test_accuracy"],
-            best_val_accuracy=best["val_accuracy"],
-            best_epoch=best["epoch"],
+            **epochs.results(),
             majority_accuracy=float((graph.labels[split.test] == majority).mean()),
-            epochs=len(history),
-            steps=epochs.step,
-            skipped_steps=sum(line["skipped_steps"] for line in history),
-            epoch_seconds=float(np.median([epoch["train_seconds"] for epoch in history])),
-            evaluation_seconds=float(np.median([epoch["evaluation_seconds"] for epoch in history])),
             preprocess_seconds=preprocess_seconds,
             sequence_nodes=builder.sequence_nodes,
             parameters=parameters,
             peak_memory_bytes=max(all_gather(_peak_memory_bytes(device))),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-            measured_step_seconds=float(np.median(epochs.step_seconds)) if epochs.step_seconds else 0.0,
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,
             predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
         )
         run.write_summary(asdict(summary))
         return summary
+
+
+def _model_config(config: TrainConfig, graph: Graph, builder: EgoBatches | ClusterBatches) -> ModelConfig:
+    learned = config.embedding == "learned"
+    return config.model_config(
+        in_features=builder.num_rows if learned else graph.in_features,
+        num_classes=graph.num_classes,
+        bias_size=builder.structure.size,
+        graph_checksum=graph.checksum() if learned else 0,
+    )
+
+
+def _make_pipeline(
+    config: TrainConfig, state: State, model_config: ModelConfig, device: torch.device
+) -> tuple[Pipeline, int]:
+    """This rank's stages, and the parameters of the whole model."""
+    plan = config.parallel_plan()
+    mesh = make_mesh(plan, device)
+    torch.manual_seed(config.seed)
+    model = make_model(config, model_config, None if mesh is None else mesh["cp"])
+    if config.weights is not None and (state == "new" or config.weights.is_file()):
+        model.to(config.parameter_dtype)
+        on_every_rank(partial(_start_from, model, config.weights))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if config.embedding == "learned":
+        parameters += model_config.in_features * config.dim
+    return make_pipeline(model, plan, mesh, device, config), parameters
 
 
 def _enter(config: TrainConfig) -> tuple[Run, State]:
@@ -301,340 +270,6 @@ def _out_of_memory(
         f"--sequence-nodes (now {config.batch_size} and {config.sequence_nodes}), by more --microbatches in a pipeline "
         "or more cp in the plan, and by --plan auto --memory-gib, which predicts what fits"
     )
-
-
-def make_pipeline(
-    model: GraphTransformer, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
-) -> Pipeline:
-    """This rank's stages of a model under a plan, gradients summed over their replicas."""
-    for module in model.modules():
-        if isinstance(module, BiasedRingAttention):
-            module.comm = plan.comm
-    own = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp") :: plan.pp]
-    stages = [Stage(model, layers, autocast=config.dtype == "bf16", checkpoint=plan.checkpoint) for layers in own]
-    for stage in stages:
-        stage.to(device, config.parameter_dtype)
-    table = None
-    if config.embedding == "learned" and stages[0].first:
-        table = NodeTable(model.config.in_features, config.dim, seed=config.seed, replicas=replicas_of(mesh))
-        table.to(device, config.parameter_dtype)
-    return Pipeline(stages, [replicate(stage, mesh, shard=plan.shard) for stage in stages], plan, mesh, table)
-
-
-def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
-    """The part of every global batch that this rank builds."""
-    if mesh is None:
-        return Share(num_microbatches=plan.num_microbatches)
-    dp_rank, cp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
-    return Share(
-        dp_rank=dp_rank,
-        dp=plan.dp,
-        cp_rank=cp_rank,
-        cp=plan.cp,
-        num_microbatches=plan.num_microbatches,
-        embeds=mesh.get_local_rank("pp") == 0,
-    )
-
-
-def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for the layers, SparseAdam for the table of a learned embedding."""
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(pipeline.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
-    ]
-    if pipeline.table is not None:
-        optimizers.append(torch.optim.SparseAdam(pipeline.table.parameters()))
-    return optimizers
-
-
-def train_step(
-    pipeline: Pipeline,
-    optimizers: list[torch.optim.Optimizer],
-    batch: Batch,
-    dropout_key: Tensor,
-    clip_norm: float,
-    stop: Stop | None = None,
-) -> tuple[float, float]:
-    """One step of all optimizers on this rank's share of a global batch: the global loss, and its gradient's norm.
-
-    Where one of the two is not finite, nothing has changed.
-
-    Args:
-        stop: learns whether any rank was asked to leave.
-    """
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss = pipeline.backward(batch, dropout_key, loss_sum)
-    phase("optimizer")
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    with record_function("optimizer"):
-        norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
-        sums = torch.stack([loss.double(), loss.new_tensor(stop is not None and stop.asked).double()])
-        if pipeline.mesh is not None:
-            sums = sum_over_ranks(sums)
-        # waits for the device, so the step's time is all of it
-        total, asked, gradient_norm = torch.cat([sums, norm.double().to(sums.device)[None]]).tolist()
-        if stop is not None:
-            stop.leave = asked > 0
-        if math.isfinite(total + gradient_norm):
-            for optimizer in optimizers:
-                optimizer.step()
-    return total, gradient_norm
-
-
-class _Epochs:
-    """The state that goes from one epoch to the next: optimizers, schedule, counters of steps and batches."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        builder: EgoBatches | ClusterBatches,
-        graph: Graph,
-        split: Split,
-        pipeline: Pipeline,
-        run: Run,
-        stop: Stop,
-    ) -> None:
-        self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
-        self.stop = stop
-        data = on_one_process_first(graph.fingerprint)
-        self.checkpoints = Checkpoints(
-            run.folder / "checkpoints", run=run.id, data=data, config=config.numbers(), keep=config.keep
-        )
-        share = own_share(pipeline.plan, pipeline.mesh)
-        self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
-        self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
-        self.optimizers = make_optimizers(pipeline, config)
-        in_stages = pipeline.plan.pp > 1
-        traced = partial(recorder, run.folder / "trace", rank(), run=run.id, pipeline=in_stages)
-        self.profiler = traced() if config.trace else None
-        if self.profiler is not None:
-            self.profiler.start()
-        self.step = 0
-        self.bad_steps: list[tuple[float, float]] = []  # loss and norm, in a row up to the last step
-        self.epoch, self.batch = 0, 0  # the next batch, and its epoch
-        # of this epoch; NaN where a step was skipped. Arrays, as lists of objects would grow by megabytes
-        self.losses = array("d")
-        self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
-        self.history: list[EpochLine] = []  # of the epochs before
-        self.step_seconds = array("d")  # of this process, with the wait for the batch
-        self.total_steps = config.epochs * len(self.train_loader.epoch(0))
-        if config.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.max_steps)
-
-    @property
-    def finished(self) -> bool:
-        return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps)
-
-    def begin(self, state: State) -> None:
-        """Go back to a checkpoint, or write the first one."""
-        try:
-            if state == "started":
-                self._resume()
-        except FileNotFoundError as error:
-            weights = self.config.weights
-            if self.config.resume != AUTO or (weights is not None and not weights.is_file()):
-                raise
-            on_rank_zero(self.run_folder.begin_anew)
-            if self.run_folder.writes:
-                print(f"megagraph: beginning anew: {error}", file=sys.stderr)
-        self.stop.defer()
-        self.save()
-
-    def _resume(self) -> None:
-        """What the run has written since is taken back, too."""
-        state = TrainingState(self.pipeline, self.optimizers)
-        tensors = state.tensors()
-        folder, progress = self.checkpoints.load(tensors, self.config.resume_step)
-        state.load(tensors)
-        most = {"step": self.total_steps, "epoch": self.config.epochs, "batch": len(self.train_loader.epoch(0))}
-        if not all(type(progress.get(name)) is int and 0 <= progress[name] <= high for name, high in most.items()):
-            raise ValueError(f"expected step, epoch and batch of at most {most} in {folder}, got {progress}")
-        self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
-        on_rank_zero(lambda: self.run_folder.restore(folder))
-        self.history, steps = on_rank_zero(self.run_folder.progress)
-        self.losses = array("d", [math.nan if step["loss"] is None else step["loss"] for step in steps])
-        self.seconds_before = sum(step["step_seconds"] + step["stall_seconds"] for step in steps)
-        if self.run_folder.changes:
-            self.run_folder.log(changes=self.run_folder.changes, from_step=self.step)
-        if self.run_folder.writes:
-            print(f"resumed from {folder}: epoch {self.epoch}, batch {self.batch}", file=sys.stderr)
-
-    def save(self) -> None:
-        """Begin to write a checkpoint."""
-        phase("save")
-        self.checkpoints.save(
-            self.step,
-            TrainingState(self.pipeline, self.optimizers).tensors(),
-            {"step": self.step, "epoch": self.epoch, "batch": self.batch},
-            self.run_folder.checkpointed,
-        )
-        self.stop.took(self.checkpoints.seconds)
-
-    def _leave(self) -> NoReturn:
-        """Write a checkpoint and end, on all ranks."""
-        self.save()
-        self.checkpoints.wait()
-        if self.run_folder.writes:
-            print(
-                f"megagraph: stopped by {self.stop.reason} after {self.step} steps; go on with the same command and "
-                f"--resume auto --out {self.run_folder.folder}, or with megagraph train --resume "
-                f"{self.run_folder.folder}",
-                file=sys.stderr,
-                flush=True,
-            )
-        raise Stopped(self.stop.reason)
-
-    def _look_up(self) -> None:
-        """Between two batches of an evaluation."""
-        self.checkpoints.check()
-        if self.stop.agreed():
-            self._leave()
-
-    def run(self) -> None:
-        """Train what is left of an epoch and evaluate."""
-        started = time.perf_counter() - self.seconds_before
-        self.pipeline.train()
-        silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
-        batches = self.train_loader.epoch(self.epoch, self.batch)
-        progress = tqdm(batches, desc=f"epoch {self.epoch}", leave=False, disable=silent)
-        waiting = time.perf_counter()
-        for batch in _waiting_for(progress):
-            stall_seconds = time.perf_counter() - waiting
-            if self.step == self.total_steps:
-                break
-            self.batch += 1
-            if batch.num_targets:  # a cluster batch may have no training nodes
-                self._train_step(batch, stall_seconds)
-                progress.set_postfix(loss=f"{self.losses[-1]:.3f}")
-                saving = time.perf_counter()
-                self.checkpoints.check()
-                if self.stop.leave:
-                    self._leave()
-                every = self.config.checkpoint_every
-                if every and self.step % every == 0 and not self.bad_steps:  # one from before them stays longer
-                    self.save()
-                started += time.perf_counter() - saving
-            phase("next batch")
-            waiting = time.perf_counter()
-        trained = time.perf_counter()
-        phase("evaluation")
-        probabilities = class_probabilities(self.pipeline, self.eval_loader, self._look_up)
-        if not np.isfinite(probabilities).all():
-            raise FloatingPointError(
-                f"the evaluation after step {self.step} gave numbers that are not finite, so the weights are not; "
-                "go on from an earlier checkpoint with a lower --learning-rate"
-            )
-        val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
-        losses = [loss for loss in self.losses if not math.isnan(loss)]
-        line: EpochLine = {
-            "epoch": self.epoch,
-            "loss": float(np.mean(losses)) if losses else None,
-            "skipped_steps": len(self.losses) - len(losses),
-            "val_accuracy": val,
-            "test_accuracy": test,
-            "train_seconds": trained - started,
-            "evaluation_seconds": time.perf_counter() - trained,
-        }
-        if self.run_folder.writes:
-            print(
-                f"epoch {self.epoch:3d}  loss {np.mean(losses) if losses else np.nan:.4f}  "
-                f"validation {val:.4f}  test {test:.4f}",
-                file=sys.stderr,
-            )
-        if all(val > before["val_accuracy"] for before in self.history):
-            phase("save")
-            self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
-        self.run_folder.log(**line)
-        self.history.append(line)
-        self.epoch, self.batch, self.losses, self.seconds_before = self.epoch + 1, 0, array("d"), 0.0
-        if not self.config.checkpoint_every:
-            self.save()
-
-    def _train_step(self, batch: Batch, stall_seconds: float) -> None:
-        phase("forward and backward", step=self.step)
-        started = time.perf_counter()
-        config = self.config
-        learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-        batch = self.pipeline.receive(batch)
-        keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
-        with record_function(STEP):
-            loss, norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm, self.stop)
-        if self.profiler is not None:
-            self.profiler.step()
-        seconds = time.perf_counter() - started
-        self.stop.took(seconds)
-        finite = math.isfinite(loss + norm)
-        self.losses.append(loss if finite else math.nan)
-        self.bad_steps = [] if finite else [*self.bad_steps, (loss, norm)]
-        if not finite:
-            self._report_bad_step(batch, learning_rate)
-        self.run_folder.log(
-            step=self.step,
-            loss=loss if finite else None,
-            learning_rate=learning_rate,
-            gradient_norm=norm if finite else None,
-            step_seconds=seconds,
-            stall_seconds=stall_seconds,
-        )
-        self.step_seconds.append(seconds + stall_seconds)
-        self.step += 1
-
-    def _report_bad_step(self, batch: Batch, learning_rate: float) -> None:
-        """Warn of a step that was skipped, or end the run after the last one that may be."""
-        first, last = self.bad_steps[0], self.bad_steps[-1]
-        if len(self.bad_steps) < self.config.bad_steps:
-            if self.run_folder.writes:
-                print(
-                    f"megagraph: warning: step {self.step} was skipped, its loss is {last[0]} and the norm of its "
-                    f"gradient {last[1]}",
-                    file=sys.stderr,
-                )
-            return
-        own = [
-            name for name, parameter in self.pipeline.named_parameters().items()
-            if parameter.grad is not None and not parameter.grad.isfinite().all()
-        ]  # fmt: skip
-        named = [name for part in all_gather(own) for name in part]
-        rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
-        of_features = "; its features are not finite" if any(rows) else ""
-        what, value = ("norm of the gradient", first[1]) if math.isfinite(first[0]) else ("loss", first[0])
-        layers = ", ".join(named[:3]) + (" and more" if len(named) > 3 else "")
-        raise FloatingPointError(
-            f"the {what} of step {self.step - len(self.bad_steps) + 1} is {value}; lower --learning-rate (now "
-            f"{learning_rate:.2e}), or look for extreme values in the features. {len(self.bad_steps)} steps in a row "
-            f"were skipped, the last one batch {self.batch - 1} of epoch {self.epoch}, loss {last[0]}{of_features}; "
-            f"not finite is the gradient of {layers or 'nothing'}. "
-            f"To go on from before: --resume {self.run_folder.folder} --resume-step N with a lower --learning-rate"
-        )
-
-
-def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The same batches; the time until each is there has a name in traces."""
-    iterator = iter(batches)
-    while True:
-        with record_function("stall"):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
-
-
-def schedule(step: int, total_steps: int, warmup: float) -> float:
-    """Factor on the peak learning rate: linear from 0 over the warm-up steps, then linear down to 0."""
-    warmup_steps = warmup * total_steps
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    return (total_steps - step) / max(total_steps - warmup_steps, 1)
-
-
-def loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy summed over the labels that count; divided by their number in the global batch it is the loss."""
-    scores = scores.flatten(0, 1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=-1, reduction="sum")
 
 
 def _checksums(arrays: Any) -> dict[str, int]:

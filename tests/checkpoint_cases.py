@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 import megagraph as mg
-from megagraph import train
+from megagraph import epochs
 from megagraph.checkpoint import Checkpoints
 from megagraph.data.datasets import Graph, synthetic_graph
 from megagraph.run import Run
@@ -59,14 +59,14 @@ class Stopped(Exception):
 @contextmanager
 def stop_at(step: int | None):
     """Let a run stop as if killed, before a step: nothing is written any more."""
-    real = train._Epochs._train_step
+    real = epochs.Epochs._train_step
 
     def train_step(self, *arguments):
         if self.step == step:
             raise Stopped
         return real(self, *arguments)
 
-    with patch.object(train._Epochs, "_train_step", train_step), suppress(Stopped):
+    with patch.object(epochs.Epochs, "_train_step", train_step), suppress(Stopped):
         yield
     for thread in threading.enumerate():  # a process that is killed has none
         if thread.name.startswith("megagraph-checkpoint"):

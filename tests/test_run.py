@@ -319,9 +319,9 @@ def test_predict_says_what_it_reads_because_the_run_says_so(tmp_path, capsys):
 
 def with_nan(monkeypatch, steps, where="loss"):
     """The loss, or a weight after the step, is not finite in these steps."""
-    from megagraph import train
+    from megagraph import epochs
 
-    real, count = train.train_step, iter(range(10**6))
+    real, count = epochs.train_step, iter(range(10**6))
 
     def train_step(pipeline, optimizers, *arguments, **options):
         bad = next(count) in steps
@@ -335,7 +335,7 @@ def with_nan(monkeypatch, steps, where="loss"):
             weight.data[0, 0] = float("nan")
         return done
 
-    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(epochs, "train_step", train_step)
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, monkeypatch, capsys):
@@ -382,12 +382,12 @@ def test_weights_that_are_not_finite_are_never_kept(tmp_path, monkeypatch, step)
 
 
 def test_running_out_of_memory_says_what_to_turn(tmp_path, monkeypatch):
-    from megagraph import train
+    from megagraph import epochs
 
     def train_step(*_, **__):
         torch.empty(2**62, dtype=torch.uint8)
 
-    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(epochs, "train_step", train_step)
     with pytest.raises(
         MemoryError,
         match=r"out of memory on rank 0 in forward and backward \(step 0\), plan 1,1,1, at \d.*--checkpoint",
@@ -430,14 +430,14 @@ def start(*arguments: object, told: str | None = None) -> subprocess.Popen:
 
 TOLD = """
 import os, runpy, signal
-from megagraph import train
+from megagraph import epochs
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-real = train._Epochs._train_step
+real = epochs.Epochs._train_step
 def train_step(self, *arguments):
     if self.step == 5:
         os.kill(os.getpid(), signal.{signal})
     return real(self, *arguments)
-train._Epochs._train_step = train_step
+epochs.Epochs._train_step = train_step
 runpy.run_module("megagraph", run_name="__main__", alter_sys=True)
 """
 SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=10, device="cpu", epochs=2)

@@ -18,9 +18,9 @@ import torch
 
 import megagraph as mg
 from megagraph.data.datasets import Split, synthetic_graph
+from megagraph.epochs import schedule
 from megagraph.evaluate import choose_split
 from megagraph.run import Run
-from megagraph.train import schedule
 
 SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=2, sample_nodes=6, channels=3, epochs=3, batch_size=16)
 

@@ -29,10 +29,10 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
+from megagraph.epochs import loss_sum
 from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.train import loss_sum
 
 SEED, BATCH_SIZE, EPOCHS, WARMUP_STEPS = 0, 32, 3, 5
 

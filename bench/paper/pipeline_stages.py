@@ -39,11 +39,11 @@ from bench.tables import draw, save
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import synthetic_graph
+from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner.plan import Plan
-from megagraph.train import make_optimizers, make_pipeline, own_share, train_step
 
 SPLITS = ("6,6,6,6", "3,7,7,7")
 SCHEDULES = ("gpipe", "1f1b")

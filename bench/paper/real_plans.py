@@ -41,13 +41,13 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.batch import ClusterBatches, EgoBatches
 from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner import CostModel, fit, search
 from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
-from megagraph.train import make_optimizers, make_pipeline, own_share, train_step
 
 RANKS, LAYERS, SEQUENCES = 2, 8, 16
 ROUNDS, FINAL_ROUNDS, PROFILE_SECONDS = 9, 15, 60.0

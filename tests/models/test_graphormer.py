@@ -12,8 +12,8 @@ import megagraph as mg
 from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.structure import num_buckets
+from megagraph.epochs import loss_sum
 from megagraph.models.layers import Context
-from megagraph.train import loss_sum
 
 MAX_DEGREE = 4
 

@@ -20,10 +20,10 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.data import batch as batch_module
 from megagraph.data.batch import Batch, Share, prepare
 from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.epochs import loss_sum, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
-from megagraph.train import loss_sum, make_pipeline, own_share, train_step
 
 LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
 BATCHINGS = ("ego", "cluster")

@@ -13,9 +13,9 @@ import megagraph as mg
 from megagraph.attention.dropout import dropout_keys
 from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
+from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import make_loader, make_model
 from megagraph.parallel.embedding import _DRAWN_ROWS, NodeTable, _initial_rows
-from megagraph.train import loss_sum, make_optimizers, make_pipeline, train_step
 
 CONFIG = mg.TrainConfig(
     embedding="learned", layers=2, dim=16, ffn_dim=16, heads=2, dtype="fp64", device="cpu", clip_norm=0.01
