@@ -108,6 +108,8 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
     """
     if step.engine not in ENGINES:
         raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {step.engine!r}")
+    if step.short and not whole:  # that path takes all keys to be here, and looks for a column of each
+        raise ValueError(f"short must be False in one step of several, got {step.short}")
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q and k must have shape [B, H, M or N, D], got {list(q.shape)} and {list(k.shape)}")
     (B, H, M, D), keys, device = q.shape, k.shape[2], q.device
