@@ -7,6 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+# a worker and the processes that it starts have one core: where there are more threads than cores, those of OpenMP
+# that wait for each other take what the others need, and a training takes a hundred times as long
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
