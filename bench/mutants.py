@@ -1,11 +1,11 @@
 """Small wrong changes of the code, one at a time: which test notices each?
 
     python -m bench.mutants                 # all of them
-    python -m bench.mutants --quick         # the tests of the changed file only
+    python -m bench.mutants --quick         # by the tests of README's command, without the slow ones
     python -m bench.mutants --draw-seed 0   # the candidates of that seed, from which DRAWN was taken
 
 Each goes on where it was stopped. The tests of the changed file come first, up to the first failure; a mutant that
-survives them meets the whole suite. The tests run on the unchanged files before, and must pass.
+survives them meets README's command, then the slow tests. All run on the unchanged files before, and must pass.
 
 Twelve survived an audit of the tests before (``AUDITED``). The others were drawn: a function of a core file, and one
 change of a line there (a comparison's bound, an operator, a number, a branch, a call left out), in the order of seed 0
@@ -37,7 +37,7 @@ from bench.provenance import RESULTS, write_rows
 from megagraph.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
-WHOLE = ("-n", "auto", "--dist", "loadgroup")
+SUITE = ("-n", "auto", "--dist", "loadgroup")
 GIVE_UP = 3600.0  # seconds; a mutant may hang
 AREAS = {
     "kernels": ("tile", "forward", "backward", "short", "table_gradient", "hidden_dropout"),
@@ -342,7 +342,8 @@ def judge(root: Path, mutant: Mutant, quick: bool, sound: dict[tuple[str, ...], 
     """Which test fails first on a mutant."""
     started = time.perf_counter()
     row: dict[str, Any] = {"mutant": mutant.name, "file": mutant.file, "quick": quick, "killed_by": None, "suite": None}
-    for suite, tests in (("file", mutant.tests), ("whole", WHOLE))[: 1 if quick else 2]:
+    suites = {"file": mutant.tests, "quick": SUITE, "slow": (*SUITE, "-m", "slow")}
+    for suite, tests in list(suites.items())[: 2 if quick else 3]:
         if tests not in sound:
             sound[tests] = run_tests(root, tests)
         if sound[tests].failed is not None:
@@ -427,7 +428,9 @@ def main(quick: bool = False, draw_seed: int | None = None, at_most: int | None 
             write_rows("mutants", rows, folder="cpu")
             print(f"{mutant.name} ({mutant.file}): {rows[-1]['killed_by'] or 'SURVIVES'}", flush=True)
     counts = Counter(row["suite"] for row in rows if row["quick"] == quick)
-    print(f"{counts['file']} killed by the tests of their file, {counts['whole']} by others, {counts[None]} survive")
+    print(
+        ", ".join(f"{counts[suite]} killed by {suite}" for suite in ("file", "quick", "slow")), counts[None], "survive"
+    )
 
 
 if __name__ == "__main__":

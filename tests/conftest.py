@@ -72,12 +72,13 @@ def _state() -> dict[str, object]:
 _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # they stay for the next test
 
 
-def _children() -> list[int]:
-    found = []
-    for task in Path("/proc/self/task").glob("*/children"):
+def _children(pid: int | str = "self") -> list[int]:
+    """Those of multiprocessing's server for forks, too."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has just ended
             found += map(int, task.read_text().split())
-    return found
+    return found + [other for child in found if _command(child) == _SERVERS[1] for other in _children(child)]
 
 
 def _command(pid: int) -> str:

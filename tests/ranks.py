@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing import start_processes
+
+from tests.processes import START_METHOD
 
 
 def results(world_size: int, *, only: str = "") -> list[dict[str, Any]]:
@@ -40,7 +42,7 @@ _told: dict[tuple[int, str], str] = {}  # failed starts, and the tests that fail
 def _start(world_size: int, only: str) -> list[dict[str, Any]] | Exception:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_run_cases, args=(world_size, folder, only), nprocs=world_size)
+            start_processes(_run_cases, (world_size, folder, only), nprocs=world_size, start_method=START_METHOD)
         except Exception as error:
             return error
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from megagraph.checkpoint import Checkpoints
 from megagraph.data.store import write_store
 from tests import ranks
 from tests.checkpoint_cases import CHAINS, config, graph, outcome, save_until_killed, small_state, stop_at, values
+from tests.processes import FORKSERVER
 
 
 def saved(folder, steps=(1, 2)) -> Checkpoints:
@@ -186,12 +186,10 @@ def test_a_save_that_fails_names_the_folder_and_leaves_the_last_one(tmp_path, mo
 
 def kill_while_saving(folder, times: int) -> int:
     """Kill a process that saves, again and again, each going on from what the one before has left; the last step."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint_cases"])
     last = 0
     for _ in range(times):
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=save_until_killed, args=(folder, send))
+        receive, send = FORKSERVER.Pipe(duplex=False)
+        process = FORKSERVER.Process(target=save_until_killed, args=(folder, send))
         process.start()
         send.close()
         last = receive.recv()
@@ -266,16 +264,17 @@ def assert_same_results(got, expected) -> None:
 @pytest.mark.parametrize(("world_size", "embedding"), CHAINS)
 def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
     _, expected = uninterrupted(tmp_path, embedding=embedding)
-    result = ranks.results(world_size, only="resume")[0]
+    result = ranks.results(world_size)[0]
     assert_same_results(result[f"resume {embedding}"], expected)
 
 
 def test_four_replicas_go_on_bit_for_bit():
-    whole, stopped = ranks.results(4, only="resume")[0]["resume same plan"]
+    whole, stopped = ranks.results(4)[0]["resume same plan"]
     assert stopped["lines"] == whole["lines"]
     assert all(torch.equal(x, stopped["weights"][name]) for name, x in whole["weights"].items())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_two_processes_and_in_one_again(tmp_path):
     """From the command line; one of the two is killed when the first epoch has been trained."""
     _, expected = uninterrupted(tmp_path)

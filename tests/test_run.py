@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,11 +18,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 import megagraph as mg
+from megagraph import epochs
 from megagraph.config import AUTO
 from megagraph.data.store import write_store
 from megagraph.lock import Lock
 from megagraph.run import Run, fill
 from tests.checkpoint_cases import config, graph, outcome, stop_at
+from tests.processes import Command
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -319,8 +321,6 @@ def test_predict_says_what_it_reads_because_the_run_says_so(tmp_path, capsys):
 
 def with_nan(monkeypatch, steps, where="loss"):
     """The loss, or a weight after the step, is not finite in these steps."""
-    from megagraph import epochs
-
     real, count = epochs.train_step, iter(range(10**6))
 
     def train_step(pipeline, optimizers, *arguments, **options):
@@ -382,8 +382,6 @@ def test_weights_that_are_not_finite_are_never_kept(tmp_path, monkeypatch, step)
 
 
 def test_running_out_of_memory_says_what_to_turn(tmp_path, monkeypatch):
-    from megagraph import epochs
-
     def train_step(*_, **__):
         torch.empty(2**62, dtype=torch.uint8)
 
@@ -421,25 +419,19 @@ def test_a_second_run_in_the_same_folder_waits_and_is_told(tmp_path):
         run._lock.release()
 
 
-def start(*arguments: object, told: str | None = None) -> subprocess.Popen:
-    """A run of a process of its own; ``told`` names the signal that it gets in its step 5."""
-    program = ["-m", "megagraph"] if told is None else ["-c", TOLD.format(signal=told)]
-    command = [sys.executable, *program, "train", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def told(name: str) -> None:
+    """Let this process get the signal in its step 5."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    real = epochs.Epochs._train_step
+
+    def train_step(self, *arguments):
+        if self.step == 5:
+            os.kill(os.getpid(), getattr(signal, name))
+        return real(self, *arguments)
+
+    epochs.Epochs._train_step = train_step
 
 
-TOLD = """
-import os, runpy, signal
-from megagraph import epochs
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-real = epochs.Epochs._train_step
-def train_step(self, *arguments):
-    if self.step == 5:
-        os.kill(os.getpid(), signal.{signal})
-    return real(self, *arguments)
-epochs.Epochs._train_step = train_step
-runpy.run_module("megagraph", run_name="__main__", alter_sys=True)
-"""
 SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=10, device="cpu", epochs=2)
 
 
@@ -453,33 +445,30 @@ def flags(tmp_path_factory):
 
 
 def test_two_starts_at_once_one_runs_and_one_is_told(tmp_path, flags):
-    first, second = (start(*flags, "--seed", seed, "--out", tmp_path / "run") for seed in (0, 1))
-    outputs = [process.communicate(timeout=600) for process in (first, second)]
-    assert sorted((first.returncode, second.returncode)) == [0, 1], outputs
+    started = [Command("train", *flags, "--seed", seed, "--out", tmp_path / "run") for seed in (0, 1)]
+    ran, refused = sorted((command.finish() for command in started), key=lambda done: done.returncode)
+    assert (ran.returncode, refused.returncode) == (0, 1), (ran, refused)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "step" in line]
     assert steps == list(range(len(steps)))
-    refused = outputs[0 if first.returncode else 1][1]
-    assert "holds a run already" in refused and "Traceback" not in refused
+    assert "holds a run already" in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "run/lock").exists()
 
 
-def wait_for(path: Path, lines: int, process: subprocess.Popen) -> None:
+def wait_for(path: Path, lines: int, process: Command) -> None:
     deadline = time.monotonic() + 600
     while not path.exists() or len(path.read_text().splitlines()) < lines:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        assert process.poll() is None and time.monotonic() < deadline, process.finish()
         time.sleep(0.02)
 
 
 def test_loader_workers_do_not_hold_the_lock_of_a_rank_that_was_killed(tmp_path, flags):
     out = tmp_path / "run"
-    process = start(*flags, "--epochs", 1000, "--workers", 2, "--out", out)
+    process = Command("train", *flags, "--epochs", 1000, "--workers", 2, "--out", out)
     wait_for(out / "metrics.jsonl", 3, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stderr.close()
+    process.finish()
     assert any(child.is_running() for child in children)
     Lock(out, wait_seconds=0.5).release()
     psutil.wait_procs(children, timeout=30)
@@ -514,15 +503,18 @@ def test_a_signal_or_the_time_limit_loses_and_repeats_no_step(tmp_path, flags, u
     out = tmp_path / "out"
     flags = [*flags, "--resume", "auto", "--out", out]
     # the time is over before the first step
-    process = start(*flags, "--time-limit", "1s") if name == "time limit" else start(*flags, told=name)
-    _, error = process.communicate(timeout=600)
+    if name == "time limit":
+        done = Command("train", *flags, "--time-limit", "1s", before=partial(time.sleep, 1)).finish()
+    else:
+        done = Command("train", *flags, before=partial(told, name)).finish()
+    error = done.stderr
     assert "Traceback" not in error
     steps = sum('"step"' in line for line in (out / "metrics.jsonl").read_text().splitlines())
     if name == "SIGINT":
-        assert process.returncode == 130
+        assert done.returncode == 130
         assert error.rstrip().endswith(f"interrupted; go on with megagraph train --resume {out}")
     else:
-        assert process.returncode == 75, error
+        assert done.returncode == 75, error
         reason = "the time limit" if name == "time limit" else name
         assert f"stopped by {reason} after {steps} steps; go on with the same command" in error
         assert (out / "checkpoints/latest").read_text() == f"step-{steps:06d}"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import megagraph as mg
 from megagraph import timeline
 from megagraph.cli.plot import plot_timeline
 from megagraph.run import Run
+from tests.processes import Command, launch
 
 # rank: (name, start, stop) in ms; one step each, of a pipeline of two stages and two micro-batches
 KNOWN = {
@@ -122,15 +120,12 @@ def test_a_trace_of_another_run(tmp_path):
 
 
 def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     run = tmp_path / "run"
     flags = "--plan 2,2,1 --microbatches 2 --layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 1 --batch-size 64"
-    train = f"-m torch.distributed.run --standalone --nproc-per-node 4 -m megagraph train {flags} --max-steps 4"
-    for command in (f"{train} --device cpu --trace --out {run}", f"-m megagraph plot timeline {run}"):
-        done = subprocess.run(
-            [sys.executable, *command.split()], capture_output=True, text=True, timeout=600, env=environment
-        )
+    for done in launch(4, "train", *flags.split(), "--max-steps", 4, "--device", "cpu", "--trace", "--out", run):
         assert done.returncode == 0, done.stderr
+    done = Command("plot", "timeline", run).finish()
+    assert done.returncode == 0, done.stderr
     assert "bubble of gpipe, 2 ranks x 1 stages, 2 micro-batches: measured" in done.stdout
     assert "in theory 33.3%" in done.stdout
     assert (run / "timeline.png").stat().st_size > 10_000

@@ -35,6 +35,7 @@ print(found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are forks")
 def test_no_fault_and_one_where_damaged_files_are_believed():
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import restarts
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
 
 
+@pytest.mark.slow
 def test_a_kill_and_a_signal(tmp_path, monkeypatch):
     write_store(synthetic_graph(num_nodes=600, num_classes=3, in_features=16, seed=0), tmp_path / "store")
     killed = restarts.kill(tmp_path, "step", "1,1,1", 0, seed=1)

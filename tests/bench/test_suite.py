@@ -35,6 +35,7 @@ def smoke(folder: Path, *files: str) -> list[dict]:
     return [row for path in folder.glob("*.json") for row in json.loads(path.read_text())]
 
 
+@pytest.mark.slow
 def test_benches_run_and_tables_come_from_their_rows(tmp_path, capsys):
     rows = smoke(tmp_path, "bench")
     told = {"unit", "device", "torch", "triton", "commit", "B", "H", "M", "N", "D", "form", "dtype", "direction"}

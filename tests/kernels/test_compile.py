@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("which", [("defaults", "--check"), ("cover",)], ids=" ".join)

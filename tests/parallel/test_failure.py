@@ -19,8 +19,6 @@ CASES = {
     ("raise", "backward", "2,1,1"): r"rank 1 in forward and backward \(step 1\): RuntimeError: injected",
 }
 
-pytestmark = pytest.mark.xdist_group("failure")  # or each worker would start all runs
-
 
 @pytest.fixture(scope="module")
 def rows():
@@ -30,6 +28,8 @@ def rows():
         return dict(zip(CASES, pool.map(lambda arguments: case(*arguments), CASES), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("failure")  # or each worker would start all runs
 @pytest.mark.parametrize("fault", CASES, ids=" ".join)
 def test_every_rank_names_the_one_that_failed(rows, fault):
     row = rows[fault]
