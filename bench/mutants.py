@@ -428,9 +428,8 @@ def main(quick: bool = False, draw_seed: int | None = None, at_most: int | None 
             write_rows("mutants", rows, folder="cpu")
             print(f"{mutant.name} ({mutant.file}): {rows[-1]['killed_by'] or 'SURVIVES'}", flush=True)
     counts = Counter(row["suite"] for row in rows if row["quick"] == quick)
-    print(
-        ", ".join(f"{counts[suite]} killed by {suite}" for suite in ("file", "quick", "slow")), counts[None], "survive"
-    )
+    found = {suite: counts[suite] for suite in ("file", "quick", "slow")}
+    print(f"killed by the tests of their file, by other quick ones, by slow ones: {found}; {counts[None]} survive")
 
 
 if __name__ == "__main__":
