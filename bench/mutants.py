@@ -42,7 +42,7 @@ GIVE_UP = 3600.0  # seconds; a mutant may hang
 AREAS = {
     "kernels": ("tile", "forward", "backward", "short", "table_gradient", "hidden_dropout"),
     "megagraph/attention": ("ring", "operator", "engines", "layout", "bias", "dropout", "packing"),
-    "megagraph/attention/cpu": ("tiles", "rows"),
+    "megagraph/attention/cpu": ("tile", "tiles", "row", "rows"),
     "megagraph/data": ("batch", "sample", "structure", "coarsen", "loader", "store", "check", "cache"),
     "megagraph/parallel": ("pipeline", "replicate", "embedding"),
     "megagraph/planner": ("cost", "search", "split", "schedule"),
@@ -191,7 +191,7 @@ DRAWN = (
     ),
     Mutant(
         "_exponentials",
-        "megagraph/attention/cpu/rows.py",
+        "megagraph/attention/cpu/row.py",
         "m = maximum(m, load(s, LANES * j))",
         "m = minimum(m, load(s, LANES * j))",
     ),
@@ -209,9 +209,9 @@ DRAWN = (
     ),
     Mutant(
         "_copy_panels",
-        "megagraph/attention/cpu/tiles.py",
-        "row, to = start + i * stride, i * _WIDE\n        for d in range(0, whole, LANES):",
-        "row, to = start + i * stride, i * _WIDE\n        for d in range(1, whole, LANES):",
+        "megagraph/attention/cpu/tile.py",
+        "row, to = start + i * stride, i * WIDE\n        for d in range(0, whole, LANES):",
+        "row, to = start + i * stride, i * WIDE\n        for d in range(1, whole, LANES):",
     ),
     Mutant(
         "as_bias",

@@ -13,10 +13,9 @@ import xxhash
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-_SHARED = ("cpu/dropout.py", "cpu/simd.py", "cpu/views.py", "packing.py")  # of attention, in functions of other files
-_sources = hashlib.sha256(
-    b"".join(Path(__file__).with_name("attention").joinpath(name).read_bytes() for name in _SHARED)
-).hexdigest()
+_attention = Path(__file__).with_name("attention")
+_TAKEN_IN = (*sorted(_attention.glob("cpu/*.py")), _attention / "packing.py")  # by functions of other files
+_sources = hashlib.sha256(b"".join(path.read_bytes() for path in _TAKEN_IN)).hexdigest()
 
 
 class _Files(IndexDataCacheFile):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numba
 import pytest
 from numba.core.dispatcher import Dispatcher
 from numba.extending import _Intrinsic
 
 from megagraph import jit
-from megagraph.attention.cpu import dropout, rows, simd, tiles
+from megagraph.attention.cpu import dropout, row, rows, simd, tile, tiles
 
 
 def twice(x: int) -> int:
@@ -60,9 +63,9 @@ def test_damaged_code_is_compiled_again(tmp_path, monkeypatch: pytest.MonkeyPatc
 
 def test_every_file_that_compiled_functions_take_in_is_part_of_the_key():
     taken_in = set()
-    for module in (dropout, rows, simd, tiles):
+    for module in (dropout, row, rows, simd, tile, tiles):
         for value in vars(module).values():
             in_compiled_code = isinstance(value, (Dispatcher, _Intrinsic)) or hasattr(value, "_fields")
             if in_compiled_code and value.__module__ != module.__name__:
-                taken_in.add(value.__module__.removeprefix("megagraph.attention.").replace(".", "/") + ".py")
-    assert taken_in == set(jit._SHARED)
+                taken_in.add(Path(sys.modules[value.__module__].__file__))
+    assert len(taken_in) > 5 and taken_in <= set(jit._TAKEN_IN)
