@@ -45,7 +45,7 @@ AREAS = {
     "megagraph/attention/cpu": ("tile", "tiles", "row", "rows"),
     "megagraph/data": ("batch", "sample", "structure", "coarsen", "loader", "store", "check", "cache"),
     "megagraph/parallel": ("pipeline", "replicate", "embedding"),
-    "megagraph/planner": ("cost", "search", "split", "schedule"),
+    "megagraph/planner": ("workload", "terms", "seconds", "memory", "cost", "search", "split", "schedule"),
     "megagraph": ("epochs", "checkpoint", "run", "files"),
 }
 STEPS = ("tests/attention/test_step.py", "tests/attention/test_operator.py", "tests/attention/test_checks.py")
@@ -120,7 +120,7 @@ AUDITED = (
     ),
     Mutant(
         "the backward pass of a ring costs one hop",
-        "megagraph/planner/cost.py",
+        "megagraph/planner/seconds.py",
         "max(visit, 2 * hop) + hop",
         "max(visit, hop)",
     ),
@@ -133,25 +133,25 @@ AUDITED = (
     ),
     Mutant(
         "features of the first stage are free",
-        "megagraph/planner/cost.py",
-        "        boundary[0] += self._feature_bytes(config, plan, given)\n",
+        "megagraph/planner/memory.py",
+        "    boundary[0] += work.batch_sequences * work.feature_rows * config.in_features * 4\n",
         "",
     ),
     Mutant(
         "cp does not shard the bias",
-        "megagraph/planner/cost.py",
-        "data = local * rows * columns * pair_bytes",
-        "data = local * columns * columns * pair_bytes",
+        "megagraph/planner/memory.py",
+        "data = work.batch_sequences * work.rows * work.columns * pair_bytes",
+        "data = work.batch_sequences * work.columns * work.columns * pair_bytes",
     ),
     Mutant(
         "bytes of an all-reduce",
-        "megagraph/planner/cost.py",
+        "megagraph/planner/terms.py",
         '"all_reduce.byte": 2 * (ranks - 1) / ranks * size',
         '"all_reduce.byte": size',
     ),
     Mutant(
         "a layer's time without its FFN",
-        "megagraph/planner/cost.py",
+        "megagraph/planner/terms.py",
         "queries * (2 * d**2 + 2 * d * config.ffn_dim)",
         "queries * 2 * d**2",
     ),
@@ -277,7 +277,7 @@ DRAWN = (
     ),
     Mutant(
         "transfer_seconds",
-        "megagraph/planner/cost.py",
+        "megagraph/planner/seconds.py",
         'return link.get("transfer.call", 0.0) + link.get("transfer.byte", 0.0) * size',
         'return link.get("transfer.call", 0.0) - link.get("transfer.byte", 0.0) * size',
     ),

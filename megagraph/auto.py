@@ -17,10 +17,10 @@ from megagraph.data.batch import ClusterBatches, EgoBatches
 from megagraph.data.datasets import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
-from megagraph.planner.cost import Workload
 from megagraph.planner.fitting import Row, fit
 from megagraph.planner.profile import profile
 from megagraph.planner.search import Candidate, search
+from megagraph.planner.workload import Workload
 
 CACHE = Path.home() / ".cache" / "megagraph"
 _FIXED = {"num_microbatches": "microbatches", "schedule": "schedule", "checkpoint": "checkpoint", "comm": "comm"}

@@ -12,12 +12,13 @@ import tyro
 from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
-from megagraph.planner.cost import CostModel, Workload
+from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import bench_rows, load_rows, save_rows
 from megagraph.planner.plan import ScheduleName
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
 from megagraph.planner.split import gib
+from megagraph.planner.workload import Workload
 
 _MAX_SECONDS = 86400  # a day
 

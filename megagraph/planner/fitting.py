@@ -12,13 +12,11 @@ import numpy as np
 
 from megagraph import files
 from megagraph.models.config import ModelConfig
-from megagraph.planner.cost import (
-    CostModel,
+from megagraph.planner.cost import CostModel
+from megagraph.planner.terms import (
     Terms,
-    Workload,
     all_reduce_terms,
     attention_terms,
-    check_number,
     dot,
     embedding_kept_terms,
     embedding_terms,
@@ -30,6 +28,7 @@ from megagraph.planner.cost import (
     stage_parameters,
     workspace_terms,
 )
+from megagraph.planner.workload import Workload, check_number
 
 Row = Mapping[str, Any]
 
@@ -284,8 +283,7 @@ def predict_seconds(seconds: Mapping[str, Mapping[str, float]], row: Row) -> flo
 
 def predict_peak(memory: Mapping[str, float], row: Row) -> float:
     """Peak bytes of a training step on one device, of what a memory row measured."""
-    parameters = 4.0 * stage_parameters(row_config(row), int(row["layers"]), True, True)
-    peak = max(dot(memory, _row_kept(row)), parameters)
+    peak = max(dot(memory, _row_kept(row)), 4.0 * _parameters(row))
     return _known_bytes(row) + peak + dot(memory, _row_workspace(row))
 
 
@@ -376,10 +374,13 @@ def _layered(layers: float, layer: Terms, last: Terms) -> Terms:
 
 def _known_bytes(row: Row) -> float:
     """What needs no fit: parameters and their two moments, the batch's data."""
-    config = row_config(row)
     pair_bytes = 1 if row["bias"] == "bucket" else 4 * row["bias_size"]
     data = row["sequences"] * row["rows"] * row["columns"] * pair_bytes + 4 * row["feature_rows"] * row["in_features"]
-    return 12.0 * stage_parameters(config, int(row["layers"]), True, True) + data
+    return 12.0 * _parameters(row) + data
+
+
+def _parameters(row: Row) -> float:
+    return float(stage_parameters(row_config(row), [int(row["layers"])])[0])
 
 
 def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
@@ -387,7 +388,7 @@ def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
     memory: dict[str, float] = _least_squares(
         [_row_kept(row) for row in rows], [max(row["kept_bytes"], 1.0) for row in rows]
     )
-    full = [row for row in rows if row["kept_bytes"] > 4 * stage_parameters(row_config(row), row["layers"], True, True)]
+    full = [row for row in rows if row["kept_bytes"] > 4 * _parameters(row)]
     over = [predict_peak(memory, row) for row in full]
     left = [(row, row["peak_bytes"] - known) for row, known in zip(full, over, strict=True)]
     if left:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megagraph.models.config import ModelConfig
-from megagraph.planner.cost import CostModel, Workload
+from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import (
     COMPUTED,
     Row,
@@ -21,8 +21,10 @@ from megagraph.planner.fitting import (
     predict_seconds,
     r_squared,
 )
+from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.search import SearchResult
+from megagraph.planner.workload import Workload
 
 
 def _figure(columns: int) -> tuple[Any, Any]:
@@ -101,8 +103,9 @@ def stages(cost: CostModel, config: ModelConfig, plan: Plan, workload: Workload,
     """What every stage of a pipeline needs, by what it is for."""
     figure, (axis,) = _figure(1)
     counts = np.array([[len(stage)] for stage in plan.stages(config.layers)], float)
-    parts = cost.stage_memory(config, plan, workload, counts)
-    shared = cost.shared_bytes(config, plan, workload) / plan.stages_per_rank
+    work = cost.rank_work(config, plan, workload)
+    parts = stage_bytes(cost.memory, work, counts)
+    shared = shared_bytes(cost.memory, work) / plan.stages_per_rank
     bottom = np.zeros(len(counts))
     for name, sizes in {**parts, "batch and workspace": np.full((len(counts), 1), shared)}.items():
         gib = sizes[:, 0] / 2**30

@@ -31,8 +31,8 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.ring import loopback_attention
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.cost import Workload
 from megagraph.planner.fitting import Row, load_rows, save_rows
+from megagraph.planner.workload import Workload
 from megagraph.provenance import provenance
 
 MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before

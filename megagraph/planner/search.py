@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from megagraph.models.config import ModelConfig
-from megagraph.planner.cost import CostModel, Workload
+from megagraph.planner.cost import CostModel
+from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib
+from megagraph.planner.workload import RankWork, Workload
 
 KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
 HEADROOM = 0.08  # of the memory limit, left for what the model does not know
@@ -79,9 +81,7 @@ def search(
         raise ValueError(f"world_size must be at most {MAX_PROCESSES}, got {world_size}")
     if not memory_limit_bytes > 0:
         raise ValueError(f"memory_limit_bytes must be above 0, got {memory_limit_bytes}")
-    given = workload or cost.workload
-    if given is None:
-        raise ValueError("the cost model's rows name no workload; pass workload=Workload(batch_sequences=..., ...)")
+    given = cost.workload_of(workload)
     fixed = dict(fixed or {})
     known = ("pp", "cp", "dp", "num_microbatches", "schedule", "checkpoint", "comm", "stages_per_rank", "shard")
     if not set(fixed) <= set(known):
@@ -191,17 +191,18 @@ class _Search:
             plan.pp == 1,
             plan.schedule == "zero_bubble",
         )
+        work = RankWork.of(self.config, plan, self.given)
         if key not in self._tables:
-            self._tables[key] = self.cost.stage_tables(self.config, plan, self.given)
+            self._tables[key] = self.cost.stage_tables(work)
         tables = self._tables[key]
-        memory = self._memory(plan)
+        memory = self._memory(work)
         lightest = self._split(plan, key, None, memory)
         assert lightest is not None
         fastest = self._split(plan, key, tables, memory)
         if fastest is None:
-            return [self._candidate(plan, lightest, tables, memory)]
+            return [self._candidate(work, lightest, tables, memory)]
         splits = [fastest] if fastest == lightest else [fastest, lightest]
-        return [self._candidate(plan, split, tables, memory) for split in splits]
+        return [self._candidate(work, split, tables, memory) for split in splits]
 
     def _prune(self, plan: Plan) -> str | None:
         if self.given.batch_sequences % (plan.dp * plan.num_microbatches):
@@ -212,12 +213,11 @@ class _Search:
             return "tile"
         return "extrapolated" if self.strict and self.cost.extrapolated(self.config, plan, self.given) else None
 
-    def _memory(self, plan: Plan) -> Floats:
+    def _memory(self, work: RankWork) -> Floats:
         """[stages, L + 1] bytes; several stages of a rank share what it holds once."""
-        counts = np.arange(self.config.layers + 1.0)[None]
-        parts = self.cost.stage_memory(self.config, plan, self.given, counts)
-        stages = parts["parameters"] + parts["activations"] + parts["boundary"] + parts["allocator"]
-        return stages + self.cost.shared_bytes(self.config, plan, self.given) / plan.stages_per_rank
+        rates, counts = self.cost.memory, np.arange(self.config.layers + 1.0)[None]
+        stages = np.sum([*stage_bytes(rates, work, counts).values()], axis=0)
+        return stages + shared_bytes(rates, work) / work.plan.stages_per_rank
 
     def _split(
         self, plan: Plan, key: tuple[Any, ...], tables: StageTables | None, memory: Floats
@@ -233,20 +233,15 @@ class _Search:
             self._splits[key] = None if found is None else found[0]
         return self._splits[key]
 
-    def _candidate(self, plan: Plan, split: tuple[int, ...], tables: StageTables, memory: Floats) -> Candidate:
-        plan = replace(plan, layers=split)
-        counts = np.array(split)
-        stage_bytes = memory[np.arange(len(split)), counts]
-        rank_bytes = stage_bytes.reshape(plan.stages_per_rank, plan.pp).sum(axis=0)
-        tightest = int(rank_bytes.argmax())
-        peak = float(rank_bytes[tightest])
-        roles = np.ones(len(split), int)
-        roles[0], roles[-1] = 0, 2 if len(split) > 1 else 0
-        forward, backward = tables.forward[roles, counts], tables.backward[roles, counts]
-        seconds = self.cost.bound_seconds(self.config, plan, self.given, forward, backward)
+    def _candidate(self, work: RankWork, split: tuple[int, ...], tables: StageTables, memory: Floats) -> Candidate:
+        stages = memory[np.arange(len(split)), split]
+        ranks = stages.reshape(-1, work.plan.pp).sum(axis=0)
+        tightest = int(ranks.argmax())
+        peak = float(ranks[tightest])
+        terms = self.cost.step_terms(work, split, *tables.stages(split), closed_form=True)
         return Candidate(
-            plan=plan,
-            step_seconds=seconds,
+            plan=replace(work.plan, layers=split),
+            step_seconds=sum(terms.values()),
             peak_bytes=peak,
             tightest=tightest,
             pruned="memory" if peak > self.limit else None,

@@ -102,6 +102,12 @@ class StageTables:
     forward: Floats
     backward: Floats
 
+    def stages(self, layers: Sequence[int]) -> tuple[Floats, Floats]:
+        """Forward and backward of stages with these layers."""
+        roles = np.ones(len(layers), int)
+        roles[0], roles[-1] = 0, 2 if len(layers) > 1 else 0
+        return self.forward[roles, layers], self.backward[roles, layers]
+
 
 def balance(
     tables: StageTables, memory: Floats, limit_bytes: float, num_microbatches: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from megagraph.planner.cost import all_reduce_terms, dot
 from megagraph.planner.fitting import _known_bytes, _row_kept, _row_workspace, row_terms
+from megagraph.planner.terms import all_reduce_terms, dot
 
 FORWARD = {
     "layer.call": 1e-4, "layer.product": 5e-11, "layer.element": 2e-9, "layer.ffn_element": 3e-9,

@@ -1,0 +1,79 @@
+"""Bytes that a rank takes: parameters, what waits for the backward pass, and what there is once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megagraph.planner.schedule import in_flight
+from megagraph.planner.split import Floats
+from megagraph.planner.terms import (
+    Rates,
+    dot,
+    embedding_kept_terms,
+    head_kept_terms,
+    kept_terms,
+    stage_parameters,
+    workspace_terms,
+)
+from megagraph.planner.workload import RankWork
+
+
+def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Floats]:
+    """Bytes of every stage, by what they are for, without what a rank holds once.
+
+    Args:
+        counts: layers of every stage; [stages, C] or [1, C], for C loads of each.
+
+    Returns:
+        [stages, C] each: "parameters" and their moments, "activations" and gradients at their peak, "boundary"
+        for what is sent and received, on the first stage the raw features; "allocator" for what the process keeps
+        of freed memory.
+    """
+    plan, config = work.plan, work.config
+    counts = np.broadcast_to(counts, (plan.num_stages, counts.shape[1]))
+    parameters, replicas = 4.0 * stage_parameters(config, counts), plan.cp * plan.dp
+    if plan.shard:
+        parameters /= replicas
+    gradients = parameters * (1 if plan.shard or replicas == 1 else 2)  # DDP holds buckets, too
+    activations = _kept_bytes(rates, work, counts)
+    flight = np.array(in_flight(plan), float).T.reshape(-1, 1)
+    if plan.schedule == "gpipe":  # the most activations come before the first gradient
+        activations = np.maximum(flight * activations, (flight - 1) * activations + gradients)
+    else:
+        activations = flight * activations + gradients
+    boundary = np.full_like(activations, 0.0 if plan.pp == 1 else work.hidden_bytes * plan.num_microbatches)
+    boundary[0] += work.batch_sequences * work.feature_rows * config.in_features * 4
+    parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
+    return parts | {"allocator": (_process_factor(rates) - 1) * np.sum([*parts.values()], axis=0)}
+
+
+def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
+    """What every stage keeps of a micro-batch for the backward pass; ``counts`` and result [stages, C]."""
+    plan, config, m, rows, columns = work.plan, work.config, work.sequences, work.rows, work.columns
+    layer, last_layer = (dot(rates, kept_terms(m, rows, queries, columns, config)) for queries in (rows, work.targets))
+    if plan.cp > 1 and plan.comm == "allgather":  # k and v of the other ranks' rows are kept, too
+        layer, last_layer = (kept + 8.0 * m * (columns - rows) * config.dim for kept in (layer, last_layer))
+    # checkpointed: the inputs of all, and one layer that is computed again
+    kept = counts * work.hidden_bytes + layer if plan.checkpoint else counts * layer
+    kept[0] += dot(rates, embedding_kept_terms(m, rows, config))
+    kept[-1] += dot(rates, head_kept_terms(m, rows, work.targets, config))
+    kept[-1] += 0.0 if plan.checkpoint else last_layer - layer
+    return kept
+
+
+def shared_bytes(rates: Rates, work: RankWork) -> float:
+    """What a rank holds once, however many stages and layers: the batch's data, workspace, ring buffers."""
+    plan, config = work.plan, work.config
+    pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
+    data = work.batch_sequences * work.rows * work.columns * pair_bytes
+    total = data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
+    if plan.cp > 1 and plan.comm == "allgather":
+        total += plan.cp * work.block_bytes  # the gradients of k and v of all nodes
+    elif plan.cp > 1:
+        total += 4 * work.block_bytes + work.hidden_bytes  # two visiting blocks each way, accumulator
+    return total * _process_factor(rates)
+
+
+def _process_factor(rates: Rates) -> float:
+    """Bytes that a process takes for every byte of its tensors; 1 where no row says so."""
+    return rates.get("process.byte", 1.0)

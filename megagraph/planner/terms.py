@@ -1,0 +1,122 @@
+"""How costs grow: the terms of every part of a step, each of which has a coefficient of the device (paper Sec. 3.3).
+
+m sequences, ``rows`` of each on a rank, ``queries`` of these that go through a layer. A term is a count: multiply-adds
+("product"), numbers read and written ("element", "row", "state"), scores, bytes, or calls.
+
+    paper                      here
+    b, N', N_s, S              m, num_nodes, num_super, rows
+    d, d_ff, h, l              dim, ffn_dim, heads, layers
+    t_fwd, t_bwd               layer_terms and attention_terms, times "forward", "backward"
+    t_emb, t_proj              embedding_terms, head_terms
+    t_p2p, t_allreduce         seconds.transfer_seconds, all_reduce_terms
+    c_mlp, c_attn              kept.element, kept.score
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megagraph.models.config import ModelConfig
+from megagraph.planner.split import Floats
+
+Terms = dict[str, float]
+Rates = Mapping[str, float]
+
+
+def dot(rates: Rates, terms: Terms) -> float:
+    """Seconds or bytes: every term times its rate, what has none is free."""
+    return sum(rates.get(name, 0.0) * value for name, value in terms.items())
+
+
+def layer_terms(m: float, rows: float, queries: float, config: ModelConfig) -> Terms:
+    """A layer but for its attention; keys and values of all rows, the rest for the queries only."""
+    d = config.dim
+    return {
+        "layer.call": 1.0,
+        "layer.product": m * (rows * 2 * d**2 + queries * (2 * d**2 + 2 * d * config.ffn_dim)),
+        "layer.element": m * (rows + queries) * d,
+        "layer.ffn_element": m * queries * config.ffn_dim,
+    }
+
+
+def attention_terms(m: float, queries: float, keys: float, config: ModelConfig, *, ring: bool) -> Terms:
+    """One call of the fused step [t_step(S, n)]: ``queries`` rows against ``keys`` columns."""
+    scores = m * queries * keys
+    channels = config.bias_size if config.bias == "projected" else 1
+    return {
+        "attention.call": 1.0,
+        "attention.score": scores * config.heads,
+        "attention.product": scores * config.dim,
+        "attention.bias": scores * channels,
+        "attention.row": m * queries * config.heads,
+        "attention.state": m * queries * config.dim if ring else 0.0,
+    }
+
+
+def embedding_terms(m: float, rows: float, dim: int, in_features: int, feature_rows: float) -> Terms:
+    return {
+        "embedding.call": 1.0,
+        "embedding.product": feature_rows * in_features * dim,
+        "embedding.element": m * rows * dim,
+    }
+
+
+def head_terms(m: float, targets: float, dim: int, num_classes: int) -> Terms:
+    return {"head.call": 1.0, "head.product": m * targets * dim * num_classes, "head.element": m * targets * dim}
+
+
+def optimizer_terms(parameters: float) -> Terms:
+    return {"optimizer.call": 1.0, "optimizer.parameter": parameters}
+
+
+def all_reduce_terms(size: float, ranks: int) -> Terms:
+    """A ring all-reduce: every rank sends 2 (n - 1) / n of the message in 2 (n - 1) parts."""
+    return {"all_reduce.call": 2.0 * (ranks - 1), "all_reduce.byte": 2 * (ranks - 1) / ranks * size}
+
+
+def kept_terms(m: float, rows: float, queries: float, columns: float, config: ModelConfig) -> Terms:
+    """What a layer keeps for backward; the scores only where an implementation stores them [c_attn]."""
+    return {
+        "kept.key": m * rows * config.dim,
+        "kept.element": m * queries * config.dim,
+        "kept.ffn_element": m * queries * config.ffn_dim,
+        "kept.row": m * (rows + queries),
+        "kept.head_row": m * queries * config.heads,
+        "kept.score": m * queries * columns * config.heads,
+    }
+
+
+def embedding_kept_terms(m: float, rows: float, config: ModelConfig) -> Terms:
+    return {"kept.embedding": m * rows * config.dim}
+
+
+def head_kept_terms(m: float, rows: float, targets: float, config: ModelConfig) -> Terms:
+    """The read-out's inputs and scores; where the last layer's rows are not one piece of memory, a copy of them."""
+    return {
+        "kept.head": m * targets * config.dim,
+        "kept.class": m * targets * config.num_classes,
+        "kept.slice": m * targets * config.dim if m > 1 and targets < rows else 0.0,
+    }
+
+
+def workspace_terms(m: float, rows: float, targets: float, config: ModelConfig) -> Terms:
+    """What a layer needs while it runs, or the gradient of the loss."""
+    return {
+        "workspace.fixed": 1.0,
+        "workspace.element": m * rows * config.dim,
+        "workspace.ffn_element": m * rows * config.ffn_dim,
+        "workspace.class": m * targets * config.num_classes,
+    }
+
+
+def stage_parameters(config: ModelConfig, layers: Sequence[float] | Floats) -> Floats:
+    """Parameters of every stage of HierarchicalGT, from its layers; [stages, ...], as ``layers``."""
+    d, ffn = config.dim, config.ffn_dim
+    attention = 4 * d * d + 3 * d
+    feed_forward = 2 * d * ffn + ffn + d
+    parameters = np.asarray(layers, float) * (attention + feed_forward + 4 * d + config.heads * config.bias_size)
+    parameters[0] += config.in_features * d + d + config.global_tokens * d
+    parameters[-1] += 2 * d + d * config.num_classes + config.num_classes
+    return parameters
