@@ -67,6 +67,8 @@ TESTS = {
     "megagraph/data/": (*STORES, "tests/data/test_store_damage.py"),
     "megagraph/parallel/": ("tests/parallel/test_pipeline.py", "tests/parallel/test_embedding.py"),
     "megagraph/planner/fitting.py": FIT,
+    "megagraph/planner/measure/": FIT,
+    "megagraph/planner/profile.py": FIT,
     "megagraph/planner/": (*PLANS, "tests/planner/test_split.py"),
     "megagraph/": RUNS,
 }  # of the file, or of the first folder here that holds it

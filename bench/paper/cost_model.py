@@ -43,7 +43,9 @@ from megagraph.planner.fitting import (
     r_squared,
     time_errors,
 )
-from megagraph.planner.profile import Clock, Point, median, observe_memory, observe_process, random_inputs
+from megagraph.planner.measure.clock import Clock, median
+from megagraph.planner.measure.design import Point, random_inputs
+from megagraph.planner.measure.memory import observe_memory, observe_process
 
 SEQUENCES, LAYERS, HEADS, WIDTHS = (1, 2, 4, 8), (2, 4, 8, 16, 24, 32), (4, 8, 16), (32, 64, 128)
 NODES, IN_FEATURES, CLASSES, BUCKETS, ROUNDS, THREADS = 256, 64, 16, 8, 5, 1

@@ -1,0 +1,152 @@
+"""Seconds of a layer, the embedding, the read-out, the optimizer and a ring.
+
+Hooks on nn.Module time one layer forward and backward inside a model that runs; nothing is timed alone that runs
+among others in training. Sizes take turns in every round, so that a slow minute of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from megagraph.attention.bias import BucketBias, ProjectedBias
+from megagraph.attention.ring import loopback_attention
+from megagraph.models.config import ModelConfig
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.planner.measure.clock import Clock, median
+from megagraph.planner.measure.design import MAX_TOKENS, Point, random_inputs
+from megagraph.planner.workload import Workload
+
+ROUNDS = 3
+
+
+class Probe:
+    """A model with random data of one size, whose parts report when they start and end."""
+
+    def __init__(self, point: Point, device: torch.device) -> None:
+        self.point, self.device, self.clock = point, device, Clock(device)
+        self.model = HierarchicalGT(point.config).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.inputs = random_inputs(point, device)
+        self.samples: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for index, layer in self.model.layers.items():
+            self._watch(index, layer)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        mark = self.clock.mark
+        module.register_forward_pre_hook(lambda *_: mark(f"{name} forward"))
+        module.register_forward_hook(lambda *_: mark(f"{name} forward end"))
+        module.register_full_backward_pre_hook(lambda *_: mark(f"{name} backward"))
+        module.register_full_backward_hook(lambda *_: mark(f"{name} backward end"))
+
+    def step(self) -> None:
+        """One training step; its parts are added to ``samples``."""
+        mark, between = self.clock.mark, self.clock.between
+        self.optimizer.zero_grad()
+        mark("start")
+        loss = self.model(**self.inputs).square().mean()
+        mark("forward end")
+        loss.backward()
+        mark("backward end")
+        self.optimizer.step()
+        mark("end")
+        last = str(self.point.config.layers - 1)
+        parts = {
+            ("embedding", "forward"): ("start", "0 forward"),
+            ("layer", "forward"): ("0 forward", "0 forward end"),
+            ("last", "forward"): (f"{last} forward", f"{last} forward end"),
+            ("head", "forward"): (f"{last} forward end", "forward end"),
+            ("head", "backward"): ("forward end", f"{last} backward"),
+            ("last", "backward"): (f"{last} backward", f"{last} backward end"),
+            ("layer", "backward"): ("0 backward", "0 backward end"),
+            ("embedding", "backward"): ("0 backward end", "backward end"),
+            ("optimizer", "forward"): ("backward end", "end"),
+        }
+        for part, marks in parts.items():
+            self.samples[part].append(between(*marks))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        fields = self.point.fields()
+        for (part, direction), samples in self.samples.items():
+            row = fields | {"direction": direction, **median(samples)}
+            if part == "optimizer":
+                count = sum(parameter.numel() for parameter in self.model.parameters())
+                yield {"kind": "optimizer", "parameters": count, **median(samples)}
+            elif part in ("layer", "last"):
+                targets = None if part == "layer" else self.point.targets
+                yield row | {"kind": "layers", "layers": 1, "targets": targets}
+            else:
+                yield row | {"kind": part, "targets": self.point.targets}
+
+
+def compute_rows(points: list[Point], device: torch.device, budget_seconds: float) -> list[dict[str, Any]]:
+    """Layer, embedding, read-out and optimizer of every size that the budget allows, in interleaved rounds."""
+    started = time.perf_counter()
+    probes: list[Probe] = []
+    expected = 0.0  # of one round
+    progress = tqdm(points, desc="profile: warm-up", leave=False, disable=None)
+    for point in progress:
+        probe = Probe(point, device)
+        probe.step()
+        began = time.perf_counter()
+        probe.step()
+        seconds = time.perf_counter() - began
+        spent = time.perf_counter() - started
+        if probes and spent + ROUNDS * (expected + seconds) > budget_seconds:
+            break
+        expected += seconds
+        probe.samples.clear()
+        probes.append(probe)
+    rest = budget_seconds - (time.perf_counter() - started)
+    rounds = max(ROUNDS, min(int(rest / max(expected, 1e-9)), 15))
+    for _ in tqdm(range(rounds), desc="profile: layers", leave=False, disable=None):
+        for probe in probes:
+            probe.step()
+    return [row for probe in probes for row in probe.rows()]
+
+
+def ring_rows(
+    config: ModelConfig, workload: Workload, device: torch.device, budget_seconds: float
+) -> list[dict[str, Any]]:
+    """All steps of rings of 2 and 4 ranks, in one process, without communication."""
+    nodes, supers = workload.num_nodes, workload.num_super
+    if nodes < 4:
+        return []
+    started = time.perf_counter()
+    length = nodes + supers
+    m = max(1, min(workload.batch_sequences, MAX_TOKENS // length))
+    shape = (m, config.heads, length, config.dim // config.heads)
+    q, k, v = (torch.rand(shape, device=device).requires_grad_() for _ in range(3))
+    learned = torch.rand(config.heads, config.bias_size, device=device, requires_grad=True)
+    bias: BucketBias | ProjectedBias
+    if config.bias == "bucket":
+        index = torch.randint(0, config.bias_size, (m, length, length), dtype=torch.uint8).to(device)
+        bias = BucketBias(index, learned)
+    else:
+        bias = ProjectedBias(torch.rand(m, config.bias_size, length, length, device=device), learned)
+    samples: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for run in tqdm(range(ROUNDS + 1), desc="profile: rings", leave=False, disable=None):
+        if run > 1 and time.perf_counter() - started > budget_seconds:
+            break
+        for ranks in (2, 4):
+            clock = Clock(device)
+            clock.mark("start")
+            out, _ = loopback_attention(q, k, v, bias, num_super=supers, world_size=ranks)
+            clock.mark("forward")
+            out.sum().backward()
+            clock.mark("backward")
+            if run:
+                samples[ranks, "forward"].append(clock.between("start", "forward"))
+                samples[ranks, "backward"].append(clock.between("forward", "backward"))
+    fields = {"kind": "ring", "sequences": m, "num_nodes": nodes, "num_super": supers, "dim": config.dim}
+    fields |= {"heads": config.heads, "bias": config.bias, "bias_size": config.bias_size}
+    return [
+        fields | {"ranks": ranks, "direction": direction, **median(seconds)}
+        for (ranks, direction), seconds in samples.items()
+    ]

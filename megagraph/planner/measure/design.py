@@ -1,0 +1,100 @@
+"""Which sizes a profile measures, and random data of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megagraph.attention.dropout import dropout_keys
+from megagraph.models.config import ModelConfig
+from megagraph.planner.workload import Workload
+
+MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One size to measure: sequences of N nodes through a model."""
+
+    sequences: int
+    nodes: int
+    config: ModelConfig
+    targets: int
+    feature_rows: int  # in all
+
+    def fields(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "sequences": self.sequences, "rows": self.nodes, "columns": self.nodes,
+            "dim": config.dim, "ffn_dim": config.ffn_dim, "heads": config.heads,
+            "bias": config.bias, "bias_size": config.bias_size,
+            "in_features": config.in_features, "num_classes": config.num_classes,
+            "feature_rows": self.feature_rows, "global_tokens": config.global_tokens,
+        }  # fmt: skip
+
+
+def design(config: ModelConfig, workload: Workload, device: torch.device) -> list[Point]:
+    """Sizes around those of the workload, small ones first: micro-batches, nodes, widths and heads."""
+    nodes = workload.num_nodes + workload.num_super
+    most = workload.batch_sequences
+    if device.type == "cpu":
+        most = max(1, min(most, MAX_TOKENS // nodes))
+    counts = sorted({max(1, most // part) for part in (1, 4, 16)})
+    lengths = sorted({max(workload.num_nodes // cp, 1) + workload.num_super for cp in (1, 2, 4)})
+    widths = [(config.dim, config.heads)]
+    if config.dim % 2 == 0 and config.dim // 2 % config.heads == 0:
+        widths.append((config.dim // 2, config.heads))
+    if config.heads % 2 == 0:
+        widths.append((config.dim, config.heads // 2))
+    points = []
+    for dim, heads in widths:
+        for length in lengths:
+            for count in counts:
+                if (dim, heads) != widths[0] and (length not in (lengths[0], lengths[-1]) or count != counts[-1]):
+                    continue
+                ffn_dim = max(1, config.ffn_dim * dim // config.dim)
+                shape = replace(config, layers=2, dim=dim, heads=heads, ffn_dim=ffn_dim)
+                targets = max(1, min(workload.num_targets, length - workload.num_super))
+                per_sequence = length if workload.feature_rows is None else min(workload.feature_rows, length)
+                features = max(1, int(count * per_sequence))
+                points.append(
+                    Point(sequences=count, nodes=length, config=shape, targets=targets, feature_rows=features)
+                )
+    return sorted(points, key=lambda p: p.sequences * p.nodes * p.config.dim * (p.nodes + p.config.dim))
+
+
+def of_every_width(points: list[Point]) -> list[Point]:
+    """The smallest point of each width and number of heads, and a longer one: bytes grow as the terms say."""
+    chosen: dict[tuple[int, ...], Point] = {}
+    for point in points:
+        chosen.setdefault((point.config.dim, point.config.heads), point)
+    longer = [point for point in points if point.nodes > points[0].nodes][:1]
+    return [*chosen.values(), *longer]
+
+
+def largest(points: list[Point], config: ModelConfig) -> Point:
+    """Of the sizes with the model's own width the largest one, with more layers."""
+    own = [point for point in points if (point.config.dim, point.config.heads) == (config.dim, config.heads)]
+    return replace(own[-1], config=replace(own[-1].config, layers=min(config.layers, 4)))
+
+
+def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
+    """What a model reads, of one size, with dropout on."""
+    generator = torch.Generator().manual_seed(0)
+    config, m, n = point.config, point.sequences, point.nodes
+    tokens = min(config.global_tokens, n - 1)
+    assert tokens == config.global_tokens, "a sequence holds its global tokens and a node"
+    if config.bias == "bucket":
+        structure = torch.randint(0, config.bias_size, (m, n, n), dtype=torch.uint8, generator=generator)
+    else:
+        structure = torch.rand(m, config.bias_size, n, n, generator=generator)
+    inputs = {
+        "features": torch.rand(point.feature_rows, config.in_features, generator=generator),
+        "node_index": torch.randint(0, point.feature_rows, (m, n - tokens), generator=generator),
+        "structure": structure,
+        "key_padding_mask": torch.zeros(m, n, dtype=torch.bool),
+        "dropout_key": dropout_keys(0, 0, torch.arange(m)),
+    }
+    return {name: x.to(device) for name, x in inputs.items()} | {"num_targets": point.targets}
