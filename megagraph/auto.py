@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ def measure(
     )
 
 
-def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> tuple[TrainConfig, Candidate]:
-    """The configuration with the plan of least step time in place of ``auto``, and what is predicted of it. Collective.
+def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Candidate:
+    """The plan of least step time for a configuration, and what is predicted of it. Collective.
 
     Fields of the layout that are not at their default, and pp, cp and dp where given, are kept.
 
@@ -91,21 +90,7 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> tu
         )
         for what in best.extrapolated:
             print(f"  extrapolated: {what}", file=sys.stderr)
-    chosen = replace(
-        config,
-        plan=f"{plan.pp},{plan.cp},{plan.dp}",
-        pp=None,
-        cp=None,
-        dp=None,
-        memory_gib=None,
-        stage_layers=",".join(map(str, plan.layers)),
-        stages_per_rank=plan.stages_per_rank,
-        microbatches=plan.num_microbatches,
-        schedule=plan.schedule,
-        checkpoint=plan.checkpoint,
-        comm=plan.comm,
-    )
-    return chosen, best
+    return best
 
 
 def default_memory_bytes(device: torch.device) -> float:

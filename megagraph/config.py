@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,7 +203,7 @@ class TrainConfig:
             raise ValueError("stage_layers and stages_per_rank must not be given with --plan auto, which finds them")
 
     def parallel_plan(self) -> Plan:
-        """The layout of the processes."""
+        """The layout of the processes, from its fields; the inverse of ``with_plan``."""
         pp, cp, dp = _integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
         Plan(pp=pp, cp=cp, dp=dp)  # so that the degrees are checked before the stages
         stages = pp * self.stages_per_rank
@@ -221,6 +221,24 @@ class TrainConfig:
             schedule=self.schedule,
             checkpoint=self.checkpoint,
             shard=self.shard,
+        )
+
+    def with_plan(self, plan: Plan) -> TrainConfig:
+        """The same training under this plan, which ``parallel_plan`` then gives back; what guided a search is gone."""
+        return replace(
+            self,
+            plan=f"{plan.pp},{plan.cp},{plan.dp}",
+            pp=None,
+            cp=None,
+            dp=None,
+            memory_gib=None,
+            comm=plan.comm,
+            stage_layers=",".join(map(str, plan.layers)) or None,
+            stages_per_rank=plan.stages_per_rank,
+            microbatches=plan.num_microbatches,
+            schedule=plan.schedule,
+            checkpoint=plan.checkpoint,
+            shard=plan.shard,
         )
 
     @property

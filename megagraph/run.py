@@ -35,9 +35,10 @@ import xxhash
 from torch import Tensor, nn
 
 from megagraph import files
-from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
+from megagraph.config import AUTO, TrainConfig
 from megagraph.lock import Lock
 from megagraph.models.config import ModelConfig
+from megagraph.planner.plan import Plan
 
 State = Literal["new", "started", "finished"]
 T = TypeVar("T")
@@ -196,9 +197,8 @@ class Run:
         for name in ("config.json", "run.json"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} must be the folder of a run to resume, but it holds no {name}")
-        default = TrainConfig()
-        layout = {name: getattr(default, name) for name in LAYOUT_FIELDS} if new_plan else {}
-        return replace(Run(folder, id=_marker(folder)["id"]).config, **layout, out=folder, resume=folder)
+        config = Run(folder, id=_marker(folder)["id"]).config
+        return replace(config.with_plan(Plan()) if new_plan else config, out=folder, resume=folder)
 
     @classmethod
     def of(cls, folder: Path) -> Run:
@@ -260,11 +260,12 @@ class Run:
         return self._read("summary.json", "the result of a run")
 
     def write_config(self, config: TrainConfig) -> None:
-        """Note the configuration, and its plan."""
-        config = replace(config, resume=None, resume_step=None, time_limit=None)  # of one start only
-        self._write("config.json", asdict(config))
+        """Note the configuration, but for what is of one start only."""
+        self._write("config.json", asdict(replace(config, resume=None, resume_step=None, time_limit=None)))
+
+    def write_plan(self, plan: Plan) -> None:
         if self.writes:
-            config.parallel_plan().save(self.folder / "plan.json")
+            plan.save(self.folder / "plan.json")
 
     def write_model_config(self, config: ModelConfig) -> None:
         self._write("model.json", asdict(config))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megagraph import auto, files, plots
-from megagraph.config import AUTO, LAYOUT_FIELDS, TrainConfig
+from megagraph.config import AUTO, TrainConfig
 from megagraph.data.batch import ClusterBatches, EgoBatches
 from megagraph.data.datasets import Graph
 from megagraph.epochs import Epochs, make_pipeline
@@ -40,6 +40,7 @@ from megagraph.parallel.mesh import (
 )
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.stop import Stop
+from megagraph.planner.plan import Plan
 from megagraph.run import Run, State, fill, read_weights, restarted
 
 
@@ -113,11 +114,13 @@ class Trainer:
             if (again := on_rank_zero(partial(restarted, config))) is not None:
                 config = replace(config, resume=AUTO, out=again)
             check_equal("the configuration", config.shared_fields())
-            config = replace(config, **on_rank_zero(partial(_known_plan, config)))
+            plan: Plan | None
             if config.plan != "auto":
-                config.parallel_plan().check(
-                    world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences
-                )
+                plan = config.parallel_plan()
+            elif (plan := on_rank_zero(partial(_known_plan, config))) is not None:
+                config = config.with_plan(plan)
+            if plan is not None:
+                plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
             device = on_every_rank(config.torch_device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -127,7 +130,7 @@ class Trainer:
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
             with run.kept():
                 try:
-                    return self._fit(run, state, config, device, data, stop)
+                    return self._fit(run, state, config, plan, device, data, stop)
                 except KeyboardInterrupt as interrupt:
                     interrupt.run = run.folder  # type: ignore[attr-defined]
                     raise
@@ -136,7 +139,16 @@ class Trainer:
                         raise
                     raise MemoryError(_out_of_memory(error, config, device, self._predicted_bytes)) from error
 
-    def _fit(self, run: Run, state: State, config: TrainConfig, device: torch.device, data: Any, stop: Stop) -> Summary:
+    def _fit(
+        self,
+        run: Run,
+        state: State,
+        config: TrainConfig,
+        plan: Plan | None,
+        device: torch.device,
+        data: Any,
+        stop: Stop,
+    ) -> Summary:
         phase("data")
         graph = on_one_process_first(lambda: as_graph(data, config))
         split = on_every_rank(lambda: choose_split(graph, config))
@@ -146,18 +158,18 @@ class Trainer:
         builder = on_every_rank(lambda: batches(config, graph))
         preprocess_seconds = time.perf_counter() - started
         predicted = None
-        if config.plan == "auto":
+        if plan is None:
             phase("profile")
-            config, predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
-            self._predicted_bytes = predicted.peak_bytes
+            predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
+            plan, self._predicted_bytes = predicted.plan, predicted.peak_bytes
+            config = config.with_plan(plan)
         model_config = _model_config(config, graph, builder)
         # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
-        plan = config.parallel_plan()
         contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
         contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
-        on_rank_zero(lambda: _write_configs(run, state, config, model_config))
-        pipeline, parameters = _make_pipeline(config, state, model_config, device)
+        on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config))
+        pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
         if run.writes:
             layout = "" if world_size() == 1 else f", {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)"
             print(
@@ -204,10 +216,9 @@ def _model_config(config: TrainConfig, graph: Graph, builder: EgoBatches | Clust
 
 
 def _make_pipeline(
-    config: TrainConfig, state: State, model_config: ModelConfig, device: torch.device
+    config: TrainConfig, plan: Plan, state: State, model_config: ModelConfig, device: torch.device
 ) -> tuple[Pipeline, int]:
     """This rank's stages, and the parameters of the whole model."""
-    plan = config.parallel_plan()
     mesh = make_mesh(plan, device)
     torch.manual_seed(config.seed)
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
@@ -233,23 +244,21 @@ def _enter(config: TrainConfig) -> tuple[Run, State]:
     return (own[0] if own else Run(folder, id=id, writes=False)), state
 
 
-def _known_plan(config: TrainConfig) -> dict[str, Any]:
+def _known_plan(config: TrainConfig) -> Plan | None:
     """A run that goes on with ``--plan auto`` and as many processes as before keeps its plan, and so its numbers."""
     folder = config.out if config.resume == AUTO else config.resume
-    if config.plan != "auto" or folder is None or not (folder / "config.json").is_file():
-        return {}
-    before = Run.to_resume(folder)
-    if before.parallel_plan().world_size != world_size():
-        return {}
-    nothing = dict.fromkeys(("pp", "cp", "dp", "memory_gib"))
-    return nothing | {name: getattr(before, name) for name in LAYOUT_FIELDS}
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    before = Run.to_resume(folder).parallel_plan()
+    return before if before.world_size == world_size() else None
 
 
-def _write_configs(run: Run, state: State, config: TrainConfig, model_config: ModelConfig) -> None:
+def _write_configs(run: Run, state: State, config: TrainConfig, plan: Plan, model_config: ModelConfig) -> None:
     """Note what will be trained, once its model is that of the run."""
     if state == "started":
         run.check_model_config(model_config)
     run.write_config(config)
+    run.write_plan(plan)
     run.write_model_config(model_config)
 
 

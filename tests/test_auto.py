@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def rows():
 def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
     monkeypatch.setattr(auto, "world_size", lambda: 4)
     config = mg.TrainConfig(plan="auto", layers=8, memory_gib=64.0, **given)
-    chosen, best = auto.choose(config, rows, CPU)
-    assert chosen.parallel_plan() == best.plan and best.plan.world_size == 4
+    best = auto.choose(config, rows, CPU)
+    assert best.plan.world_size == 4
     names = {"microbatches": "num_microbatches"}
     assert all(getattr(best.plan, names.get(name, name)) == value for name, value in given.items())
     cost = mg.planner.fit(rows)
@@ -49,6 +50,36 @@ def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
     expected = mg.planner.search(cost, cost.model, 4, 64 * 2**30, fixed={"shard": False} | fixed).best
     assert best == expected
     assert f"plan: {best.plan}; predicted" in capsys.readouterr().err
+
+
+PLANS = (
+    mg.Plan(),
+    mg.Plan(dp=3),
+    mg.Plan(cp=4, comm="allgather", checkpoint=True),
+    mg.Plan(pp=2, layers=(3, 5), num_microbatches=4, schedule="1f1b", shard=True),
+    mg.Plan(pp=2, dp=2, layers=(8, 8)),
+    mg.Plan(pp=2, stages_per_rank=2, layers=(1, 2, 3, 2), num_microbatches=6, schedule="interleaved"),
+    mg.Plan(pp=3, stages_per_rank=2, num_microbatches=3, schedule="interleaved", checkpoint=True),
+    mg.Plan(pp=4, cp=2, dp=2, num_microbatches=8, schedule="zero_bubble", shard=True),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_plan_goes_through_the_fields_of_a_configuration_and_comes_back(plan):
+    searched = mg.TrainConfig(plan="auto", pp=2, memory_gib=8.0, microbatches=2, schedule="1f1b", seed=3)
+    for config in (searched, mg.TrainConfig(plan="2,1,1", stage_layers="1,3", comm="allgather", shard=True, seed=3)):
+        told = config.with_plan(plan)
+        assert told.parallel_plan() == plan
+        assert told.with_plan(told.parallel_plan()) == told
+        assert mg.TrainConfig.from_json(json.loads(json.dumps(asdict(told), default=str))).parallel_plan() == plan
+        assert told.numbers() == config.numbers()
+    assert mg.TrainConfig().with_plan(mg.Plan()) == mg.TrainConfig()
+
+
+def test_every_candidate_of_a_search_comes_back_too(rows):
+    cost = mg.planner.fit(rows)
+    for candidate in mg.planner.search(cost, cost.model, 4, 64 * 2**30).candidates:
+        assert mg.TrainConfig().with_plan(candidate.plan).parallel_plan() == candidate.plan
 
 
 def test_nothing_fits(rows, monkeypatch):
