@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import numpy as np
 
 from megagraph.planner.schedule import in_flight
@@ -44,7 +47,7 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Float
     boundary = np.full_like(activations, 0.0 if plan.pp == 1 else work.hidden_bytes * plan.num_microbatches)
     boundary[0] += work.batch_sequences * work.feature_rows * config.in_features * 4
     parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
-    return parts | {"allocator": (_process_factor(rates) - 1) * np.sum([*parts.values()], axis=0)}
+    return parts | {"allocator": (_process_factor(rates) - 1) * reduce(add, parts.values())}
 
 
 def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -216,7 +218,7 @@ class _Search:
     def _memory(self, work: RankWork) -> Floats:
         """[stages, L + 1] bytes; several stages of a rank share what it holds once."""
         rates, counts = self.cost.memory, np.arange(self.config.layers + 1.0)[None]
-        stages = np.sum([*stage_bytes(rates, work, counts).values()], axis=0)
+        stages = reduce(add, stage_bytes(rates, work, counts).values())
         return stages + shared_bytes(rates, work) / work.plan.stages_per_rank
 
     def _split(
