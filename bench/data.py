@@ -49,7 +49,8 @@ from megagraph.config import TrainConfig
 from megagraph.data import traversal
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
 from megagraph.data.coarsen import quality
-from megagraph.data.datasets import Graph, csr_arrays, load_graph
+from megagraph.data.datasets import load_graph
+from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.loader import Loader
 from megagraph.data.sample import known_nodes
 from megagraph.data.store import open_store

@@ -8,7 +8,7 @@ from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.operator import biased_attention
 from megagraph.attention.ring import ring_attention
 from megagraph.config import TrainConfig
-from megagraph.data.datasets import Graph
+from megagraph.data.graph import Graph
 from megagraph.evaluate import predict
 from megagraph.models.config import ModelConfig
 from megagraph.models.graphormer import Graphormer

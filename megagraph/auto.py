@@ -13,7 +13,7 @@ import torch
 
 from megagraph.config import TrainConfig
 from megagraph.data.batch import ClusterBatches, EgoBatches
-from megagraph.data.datasets import Graph
+from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
 from megagraph.planner.fitting import Row, fit

@@ -23,7 +23,7 @@ from megagraph.attention.module import BiasedRingAttention
 from megagraph.checkpoint import Checkpoints, TrainingState
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
-from megagraph.data.datasets import Graph, Split
+from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import (
     accuracy,
     class_probabilities,

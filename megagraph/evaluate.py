@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megagraph import files
 from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, ClusterBatches, EgoBatches, Share, prepare
-from megagraph.data.datasets import Graph, Split, load_graph, random_split
+from megagraph.data.datasets import load_graph
+from megagraph.data.graph import Graph, Split, random_split
 from megagraph.data.loader import Loader
 from megagraph.models.config import ModelConfig
 from megagraph.models.graphormer import Graphormer

@@ -16,7 +16,7 @@ import torch
 from megagraph import auto, files, plots
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.batch import ClusterBatches, EgoBatches
-from megagraph.data.datasets import Graph
+from megagraph.data.graph import Graph
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import (
     as_graph,

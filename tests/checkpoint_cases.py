@@ -17,7 +17,8 @@ import torch
 import megagraph as mg
 from megagraph import epochs
 from megagraph.checkpoint import Checkpoints
-from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import Graph
 from megagraph.run import Run
 
 STOPS = (3, 8)  # steps; in the first epoch and in the second

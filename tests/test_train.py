@@ -16,7 +16,8 @@ import scipy.sparse as sp
 import torch
 
 import megagraph as mg
-from megagraph.data.datasets import Split, synthetic_graph
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import Split
 from megagraph.epochs import schedule
 from megagraph.evaluate import choose_split
 from megagraph.run import Run

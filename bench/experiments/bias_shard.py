@@ -30,7 +30,8 @@ from torch import Tensor
 
 from bench.provenance import write_rows
 from megagraph.config import TrainConfig
-from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import Graph
 from megagraph.evaluate import batches, make_loader
 
 STAGES, WARMUP_ROUNDS, ROUNDS = 2, 2, 11

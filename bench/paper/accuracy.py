@@ -20,7 +20,8 @@ import tyro
 
 from bench.provenance import write_rows
 from megagraph.config import TrainConfig
-from megagraph.data.datasets import Graph, load_graph
+from megagraph.data.datasets import load_graph
+from megagraph.data.graph import Graph
 from megagraph.evaluate import choose_split
 from megagraph.train import Trainer
 

@@ -40,7 +40,8 @@ from megagraph import auto
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.batch import ClusterBatches, EgoBatches
-from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import Graph
 from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT

@@ -8,7 +8,10 @@ from typing import Annotated, Any
 import tyro
 
 from megagraph.cli.job import Job
-from megagraph.data.store import FeatureForm
+from megagraph.data.datasets import load_graph
+from megagraph.data.generate import generate
+from megagraph.data.header import describe
+from megagraph.data.store import FeatureForm, verify_store, write_store
 
 
 def import_data(
@@ -24,9 +27,6 @@ def import_data(
     """
 
     def job() -> None:
-        from megagraph.data.datasets import load_graph
-        from megagraph.data.store import describe, write_store
-
         write_store(load_graph(dataset, root), out, features)
         print(describe(out))
 
@@ -42,8 +42,6 @@ def data_info(folder: tyro.conf.Positional[Path], /, verify: bool = False) -> Jo
     """
 
     def job() -> None:
-        from megagraph.data.store import describe, verify_store
-
         print(describe(folder))
         if verify:
             verify_store(folder)
@@ -65,9 +63,6 @@ def generate_data(*, nodes: int, edges: int, features: int, classes: int, out: P
     """
 
     def job() -> None:
-        from megagraph.data.generate import generate
-        from megagraph.data.store import describe
-
         generate(out, nodes=nodes, edges=edges, features=features, classes=classes, seed=seed)
         print(describe(out))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, coarsen, merge, nearest_parts, partition, quality, quotient
-from megagraph.data.datasets import Graph
+from megagraph.data.graph import Graph
 from megagraph.data.sample import Pagerank, sample_neighbors
 from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
 

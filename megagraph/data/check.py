@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from megagraph.data.cache import npy_head
-from megagraph.data.datasets import first_infinite
+from megagraph.data.graph import first_infinite
 
 _CHUNK_BYTES = 1 << 20
 

@@ -11,8 +11,9 @@ import numpy as np
 import scipy.sparse as sp
 
 from megagraph.data import cache
-from megagraph.data.datasets import Graph, csr_arrays
+from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.metis import metis
+from megagraph.data.store import StoredGraph
 
 Method = Literal["auto", "metis", "propagation"]
 
@@ -56,7 +57,7 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
     if method == "auto":
         method = "metis" if graph.num_edges <= _METIS_EDGES else "propagation"
     name = f"partition-{method}-{num_parts}-{graph.fingerprint()}.npy"
-    if graph.store is not None:
+    if isinstance(graph, StoredGraph):
         kept = cache.load(graph.store, name, (graph.num_nodes,), np.dtype("<i4"))
         if kept is not None and _is_partition(kept, num_parts):
             return kept
@@ -66,7 +67,7 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
         from megagraph.data.propagate import propagate  # numba takes a second to import
 
         parts = propagate(graph.indptr, graph.indices, num_parts)
-    if graph.store is not None:
+    if isinstance(graph, StoredGraph):
         with contextlib.suppress(OSError):  # the folder may be read-only
             cache.save(graph.store, name, parts.astype("<i4", copy=False))
     return parts

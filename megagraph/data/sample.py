@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megagraph.data.datasets import Graph
+from megagraph.data.graph import Graph
 
 MAX_STORED_SOURCES = 2**15  # graphs up to this size keep the candidates of all nodes: 32 MiB with 128 of each
 

@@ -18,13 +18,12 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import tempfile
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
@@ -37,27 +36,12 @@ from megagraph import files
 from megagraph.data import cache
 from megagraph.data.cache import npy_head
 from megagraph.data.check import check_arrays
-from megagraph.data.datasets import MAX_CLASSES, Graph, Split
+from megagraph.data.graph import PARTS, Graph, Split
+from megagraph.data.header import DTYPES, load_header, num_bytes, read_header, write_header
 
-_FORMAT = "MegaGraph graph store"
-_VERSION = 2
 _CHUNK_ROWS = 1 << 16
 _CHUNK_BYTES = 1 << 24
-_MAX_HEADER_BYTES = 1 << 24
-_MAX_SIZE = 1 << 48  # of one dimension
-_MAX_IDS = (1 << 31) - 1  # nodes and features
 _TICK_NS = 20_000_000  # two changes of a file that are further apart differ in its ctime
-_PARTS = ("train", "val", "test")
-_DTYPES = {
-    "indptr": ("<i8",),
-    "indices": ("<i4",),
-    "labels": ("<i8",),
-    **{part: ("<i8",) for part in _PARTS},
-    "features": ("<f4", "<f2"),
-    "features_indptr": ("<i4", "<i8"),
-    "features_indices": ("<i4", "<i8"),
-    "features_data": ("<f4",),
-}
 
 FeatureForm = Literal["same", "fp32", "fp16", "sparse"]
 
@@ -72,7 +56,7 @@ class StoreWriter:
     def add(self, name: str, array: np.ndarray) -> None:
         """Write an array, its dtype being one that the store has for it."""
         dtype = array.dtype.newbyteorder("<")
-        assert dtype.str in _DTYPES[name], (name, dtype)
+        assert dtype.str in DTYPES[name], (name, dtype)
         rows = max(_CHUNK_BYTES * len(array) // max(array.nbytes, 1), 1)
         chunks = (array[start : start + rows] for start in range(0, len(array), rows))
         self.stream(name, array.shape, dtype, chunks)
@@ -107,9 +91,8 @@ class StoreWriter:
 
     def finish(self, *, name: str, in_features: int, num_classes: int, **notes: Any) -> None:
         """Write the header, without which the folder is no store; ``notes`` are for ``describe``."""
-        header = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex, "name": name}
-        header |= {"in_features": in_features, "num_classes": num_classes, "notes": notes, "arrays": self._arrays}
-        files.write_json(self._folder / "header.json", header)
+        header = {"name": name, "in_features": in_features, "num_classes": num_classes, "notes": notes}
+        write_header(self._folder, header | {"arrays": self._arrays})
 
 
 @contextmanager
@@ -158,7 +141,7 @@ def _files_to_replace(folder: Path) -> list[str]:
     foreign, why = [folder.name], ""
     if folder.is_dir():
         try:
-            arrays = _load_header(folder)["arrays"]
+            arrays = load_header(folder)["arrays"]
             ours = ["header.json", *(f"{name}.npy" for name in arrays), *cache.names(folder)]
             ours += [f"{name}.partial" for name in ours]  # of a process that was killed
         except FileNotFoundError:
@@ -193,7 +176,7 @@ def write_store(graph: Graph, folder: Path | str, features: FeatureForm = "same"
         writer.add("labels", graph.labels)
         _add_features(writer, graph, features)
         if graph.split is not None:
-            for part in _PARTS:
+            for part in PARTS:
                 writer.add(part, getattr(graph.split, part))
         writer.finish(name=graph.name, in_features=graph.in_features, num_classes=graph.num_classes)
 
@@ -221,94 +204,28 @@ def _add_features(writer: StoreWriter, graph: Graph, form: FeatureForm) -> None:
     writer.stream("features", (graph.num_nodes, graph.in_features), dtype, chunks())
 
 
-def read_header(folder: Path | str) -> dict[str, Any]:
-    """The header of a store, with its fields and the sizes of all files checked.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredGraph(Graph):
+    """A graph whose arrays are mapped from the folder ``store`` and stay on disk until they are read.
 
-    Raises:
-        FileNotFoundError, ValueError: no store, or one that is not as its header says.
+    The store has checked them. A process that is sent the graph maps them again.
     """
-    folder = Path(folder)
-    header = _load_header(folder)
-    for name, array in header["arrays"].items():
-        path = folder / f"{name}.npy"
-        size = path.stat().st_size if path.is_file() else 0
-        if size != (expected := _num_bytes(array)):
-            raise ValueError(f"expected {path} of {expected} bytes, got {size}; import the graph again")
-    return header
+
+    store: Path
+    identity: str
+
+    def _check_values(self) -> None:
+        pass
+
+    def fingerprint(self) -> str:
+        """From the checksums in the header; reads nothing."""
+        return self.identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_store, (self.store, self.identity)
 
 
-def _num_bytes(array: dict[str, Any]) -> int:
-    dtype = np.dtype(array["dtype"])
-    return len(npy_head(array["shape"], dtype)) + math.prod(array["shape"]) * dtype.itemsize
-
-
-def _load_header(folder: Path) -> dict[str, Any]:
-    path, what = folder / "header.json", "the header of a graph store"
-    if not path.is_file():
-        raise FileNotFoundError(f"expected a graph store, got {folder} without header.json")
-    if (size := path.stat().st_size) > _MAX_HEADER_BYTES:
-        raise ValueError(f"expected {what} of at most {_MAX_HEADER_BYTES} bytes, got {size} in {path}")
-    old: dict[str, Any] = {}
-    try:
-        header = files.read_json(path, what)
-    except ValueError:
-        with suppress(ValueError):
-            old = files.read_json(path, what, by_hand=True)  # that of version 1 had no checksum
-        _check_version(folder, old.get("version", _VERSION))
-        raise
-    if header.get("format") != _FORMAT:
-        got = _short(header.get("format"))
-        raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {got} in {path}; import the graph again")
-    _check_version(folder, header.get("version"))
-    _check_header(path, header)
-    return header
-
-
-def _check_version(folder: Path, version: Any) -> None:
-    if version != _VERSION:
-        raise ValueError(
-            f"expected a graph store of version {_VERSION}, got {_short(version)} in {folder}; import it again"
-        )
-
-
-def _check_header(path: Path, header: dict[str, Any]) -> None:
-    def expect(right: bool, what: str, got: Any) -> None:
-        if not right:
-            raise ValueError(f"expected {what} in {path}, got {_short(got)}; import the graph again")
-
-    kinds = {"version": int, "id": str, "name": str, "in_features": int, "num_classes": int, "notes": dict}
-    for key, kind in {**kinds, "arrays": dict}.items():
-        expect(type(header.get(key)) is kind, f"{key} of type {kind.__name__}", header.get(key))
-    for key, most in (("in_features", _MAX_IDS), ("num_classes", MAX_CLASSES)):
-        expect(0 <= header[key] <= most, f"{key} in 0..{most}", header[key])
-    arrays = header["arrays"]
-    sparse, split = "features_indptr" in arrays, "train" in arrays
-    needed = {"indptr", "indices", "labels", *(_PARTS if split else ())}
-    needed |= {"features_indptr", "features_indices", "features_data"} if sparse else {"features"}
-    expect(arrays.keys() == needed, f"the arrays {', '.join(sorted(needed))}", ", ".join(sorted(arrays)))
-    for name, array in arrays.items():
-        expect(
-            type(array) is dict and array.keys() == {"shape", "dtype", "xxh3"}, f"shape, dtype, xxh3 of {name}", array
-        )
-        expect(array["dtype"] in _DTYPES[name], f"{name} of dtype {' or '.join(_DTYPES[name])}", array["dtype"])
-        sizes = array["shape"]
-        right = type(sizes) is list and all(type(size) is int and 0 <= size < _MAX_SIZE for size in sizes)
-        expect(right and len(sizes) == 1 + (name == "features"), f"the shape of {name}", sizes)
-        expect(bool(re.fullmatch("[0-9a-f]{32}", str(array["xxh3"]))), f"the xxh3 of {name}", array["xxh3"])
-    shape = {name: array["shape"] for name, array in arrays.items()}
-    nodes = shape["indptr"][0] - 1
-    expect(1 <= nodes <= _MAX_IDS, f"indptr for 1..{_MAX_IDS} nodes", shape["indptr"])
-    fixed = {"labels": [nodes], "features": [nodes, header["in_features"]], "features_indptr": [nodes + 1]}
-    fixed["features_data"] = shape.get("features_indices", [])
-    for name in fixed.keys() & arrays.keys():
-        expect(shape[name] == fixed[name], f"{name} of shape {fixed[name]}", shape[name])
-
-
-def _short(value: Any) -> str:
-    return shown if len(shown := repr(value)) <= 100 else f"{shown[:100]}..."
-
-
-def open_store(folder: Path | str, fingerprint: str | None = None) -> Graph:
+def open_store(folder: Path | str, fingerprint: str | None = None) -> StoredGraph:
     """Map a store into memory once all of it has been checked; if no file has changed since, that takes no reading.
 
     Args:
@@ -327,7 +244,7 @@ def open_store(folder: Path | str, fingerprint: str | None = None) -> Graph:
     return graph
 
 
-def _open(folder: Path, *, anew: bool = False) -> Graph:
+def _open(folder: Path, *, anew: bool = False) -> StoredGraph:
     header = read_header(folder)
     with ExitStack() as stack:
         opened = {name: stack.enter_context((folder / f"{name}.npy").open("rb")) for name in header["arrays"]}
@@ -342,14 +259,14 @@ def _open(folder: Path, *, anew: bool = False) -> Graph:
         )
     identity = [[(name, array["xxh3"]) for name, array in sorted(header["arrays"].items())]]
     identity += [header["in_features"], header["num_classes"]]
-    return Graph(
+    return StoredGraph(
         name=header["name"],
         indptr=arrays["indptr"],
         indices=arrays["indices"],
         features=features,
         labels=arrays["labels"],
         num_classes=header["num_classes"],
-        split=Split(*(arrays[part] for part in _PARTS)) if "train" in arrays else None,
+        split=Split(*(arrays[part] for part in PARTS)) if "train" in arrays else None,
         store=folder,
         identity=_digest(identity),
     )
@@ -358,8 +275,8 @@ def _open(folder: Path, *, anew: bool = False) -> Graph:
 def _map(path: Path, file: BufferedReader, array: dict[str, Any]) -> np.ndarray:
     mapped = np.memmap(file, np.uint8, "r")
     dtype = np.dtype(array["dtype"])
-    if len(mapped) != _num_bytes(array):
-        raise ValueError(f"expected {path} of {_num_bytes(array)} bytes, got {len(mapped)}; import the graph again")
+    if len(mapped) != num_bytes(array):
+        raise ValueError(f"expected {path} of {num_bytes(array)} bytes, got {len(mapped)}; import the graph again")
     # a plain array on the map, without memmap's cost at every slice
     return np.ndarray(tuple(array["shape"]), dtype, buffer=mapped, offset=len(npy_head(array["shape"], dtype)))
 
@@ -419,17 +336,3 @@ def _check_symmetric(path: Path, graph: Graph) -> None:
     if (by_row != by_column).any():
         node = int((by_row != by_column).argmax())
         raise ValueError(f"expected both directions of every edge in {path}, got others at node {node}")
-
-
-def describe(folder: Path | str) -> str:
-    """A few lines about a store, from its header."""
-    header = read_header(folder)
-    arrays = header["arrays"]
-    form = np.dtype(arrays["features"]["dtype"]).name if "features" in arrays else "sparse"
-    lines = [
-        f"{header['name']}: {arrays['labels']['shape'][0]:,} nodes, {arrays['indices']['shape'][0] // 2:,} undirected "
-        f"edges, {header['in_features']} features ({form}), {header['num_classes']} classes, "
-        f"{'a split of its own' if 'train' in arrays else 'no split of its own'}",
-        f"{folder}: {sum(map(_num_bytes, arrays.values())) / 2**30:.2f} GiB in {len(arrays)} files",
-    ]
-    return "\n".join([*lines, *(f"{key}: {value}" for key, value in header["notes"].items())])

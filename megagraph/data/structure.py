@@ -15,7 +15,7 @@ import torch
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
-from megagraph.data.datasets import Graph, csr_arrays
+from megagraph.data.graph import Graph, csr_arrays
 from megagraph.threads import in_threads
 
 Scope = Literal["auto", "graph", "batch"]

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from megagraph.data.datasets import Graph
+from megagraph.data.graph import Graph
 
 
 def make_graph(num_nodes, edges, num_classes=3, in_features=4):
@@ -11,7 +11,7 @@ def make_graph(num_nodes, edges, num_classes=3, in_features=4):
     rng = np.random.default_rng(num_nodes)
     x = rng.standard_normal((num_nodes, in_features))
     y = np.arange(num_nodes) % min(num_classes, num_nodes)
-    return Graph._from_arrays("test", x, np.array(edges, np.int64).reshape(-1, 2).T, y, None)
+    return Graph.from_arrays("test", x, np.array(edges, np.int64).reshape(-1, 2).T, y)
 
 
 @st.composite

@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megagraph.data.datasets import Graph, load_graph, synthetic_graph
-from megagraph.data.store import describe, open_store, read_header, verify_store, write_store
+from megagraph.data.datasets import load_graph, synthetic_graph
+from megagraph.data.graph import Graph
+from megagraph.data.header import describe, read_header
+from megagraph.data.store import open_store, verify_store, write_store
 from tests.data.stores import edit_header
 
 CLEAR = (ValueError, OSError)

@@ -7,7 +7,8 @@ import torch
 
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, Batch, ClusterBatches, EgoBatches, Share, prepare
-from megagraph.data.datasets import random_split, synthetic_graph
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import random_split
 from megagraph.data.loader import Loader
 from tests.data.graphs import make_graph
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from megagraph.data.datasets import Graph, Split, load_graph, random_split, synthetic_graph
+from megagraph.data.datasets import load_graph, synthetic_graph
+from megagraph.data.graph import Graph, Split, random_split
 from tests.data.graphs import make_graph, random_graphs
 
 

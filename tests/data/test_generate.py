@@ -3,7 +3,8 @@ import pytest
 
 from megagraph.data.coarsen import partition, quality
 from megagraph.data.generate import generate
-from megagraph.data.store import describe, open_store, read_header, verify_store
+from megagraph.data.header import describe, read_header
+from megagraph.data.store import open_store, verify_store
 
 SIZES = {"nodes": 6000, "edges": 90_000, "features": 16, "classes": 5}
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from megagraph.cli import main
 from megagraph.data.batch import prepare
-from megagraph.data.datasets import Graph, Split, load_graph, synthetic_graph
+from megagraph.data.datasets import load_graph, synthetic_graph
+from megagraph.data.graph import Graph, Split
+from megagraph.data.header import describe
 from megagraph.data.loader import Loader
-from megagraph.data.store import describe, open_store, verify_store, write_store
+from megagraph.data.store import open_store, verify_store, write_store
 from tests.data.graphs import random_graphs
 from tests.data.stores import change_array, edit_header, header_of, put
 

@@ -14,8 +14,10 @@ from megagraph.data import store as store_module
 from megagraph.data.cache import checked
 from megagraph.data.check import check_arrays
 from megagraph.data.coarsen import partition
-from megagraph.data.datasets import Graph, Split, load_graph, synthetic_graph
-from megagraph.data.store import describe, open_store, read_header, verify_store, write_store
+from megagraph.data.datasets import load_graph, synthetic_graph
+from megagraph.data.graph import Graph, Split
+from megagraph.data.header import describe, read_header
+from megagraph.data.store import open_store, verify_store, write_store
 from megagraph.data.traversal import misplaced
 from tests.data.stores import change_array, edit_header, put
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megagraph.data.coarsen import partition
-from megagraph.data.datasets import Graph, Split, load_graph, synthetic_graph
+from megagraph.data.datasets import load_graph, synthetic_graph
+from megagraph.data.graph import Graph, Split
 from megagraph.data.store import write_store
 
 CASES, PARTS = 120, 20  # cases of every parameter

@@ -9,8 +9,9 @@ import pytest
 
 from megagraph import files
 from megagraph.data.coarsen import partition
-from megagraph.data.datasets import Graph, load_graph, synthetic_graph
+from megagraph.data.datasets import load_graph, synthetic_graph
 from megagraph.data.generate import generate
+from megagraph.data.graph import Graph
 from megagraph.data.store import new_store, open_store, verify_store, write_store
 
 GENERATED = {"nodes": 500, "edges": 5000, "features": 2, "classes": 3}

@@ -19,7 +19,8 @@ import megagraph as mg
 from megagraph.attention.dropout import dropout_keys
 from megagraph.data import batch as batch_module
 from megagraph.data.batch import Batch, Share, prepare
-from megagraph.data.datasets import Graph, synthetic_graph
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import Graph
 from megagraph.epochs import loss_sum, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero

@@ -1,0 +1,260 @@
+"""What a graph is: one validated form for node classification, and its split."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+import torch
+import xxhash
+
+MAX_CLASSES = 1 << 24
+PARTS = ("train", "val", "test")
+_CHUNK_ENTRIES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Sorted node ids (int64) to train on, to select by, and to report on."""
+
+    train: np.ndarray
+    val: np.ndarray
+    test: np.ndarray
+
+
+def random_split(labels: np.ndarray, seed: int, train: float = 0.6, val: float = 0.2) -> Split:
+    """Split the labelled nodes at random; what ``train`` and ``val`` leave over is the test part."""
+    if train <= 0 or val < 0 or train + val > 1:
+        raise ValueError(f"expected fractions with 0 < train, 0 <= val, train + val <= 1, got {train} and {val}")
+    nodes = np.random.default_rng(seed).permutation(np.flatnonzero(labels >= 0))
+    cuts = np.rint(np.cumsum([train, val]) * len(nodes)).astype(np.int64)
+    return Split(*(np.sort(part) for part in np.split(nodes, cuts)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Graph:
+    """An undirected graph with node features and labels, checked once, here.
+
+    Shapes (V nodes, E directed edges, both directions of every edge stored):
+        indptr:   [V + 1]    int64    CSR row starts
+        indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
+        features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
+        labels:   [V]        int64    class, -1 = not labelled
+    ``split`` is the data set's own split, None where it has none.
+    """
+
+    name: str
+    indptr: np.ndarray
+    indices: np.ndarray
+    features: np.ndarray | sp.csr_array
+    labels: np.ndarray
+    num_classes: int
+    split: Split | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_nodes == 0:
+            raise ValueError("expected a graph with nodes, got an empty graph; check the file it was read from")
+        if self.num_edges == 0 and self.num_nodes > 1:
+            raise ValueError("expected a graph with edges, got none; self loops and duplicates do not count")
+        if self.features.ndim != 2 or self.features.shape[0] != self.num_nodes:
+            raise ValueError(
+                f"expected features of shape [{self.num_nodes}, d_in], got {list(self.features.shape)}; "
+                "pass one row per node"
+            )
+        if self.labels.shape != (self.num_nodes,):
+            raise ValueError(f"expected labels of shape [{self.num_nodes}], got {list(self.labels.shape)}")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        low, high = int(self.labels.min()), int(self.labels.max())
+        if low < -1 or high >= self.num_classes:
+            raise ValueError(
+                f"expected labels in 0..{self.num_classes - 1}, or -1 for unlabelled, got {low}..{high}; relabel them"
+            )
+        if self.num_classes > MAX_CLASSES:
+            raise ValueError(
+                f"expected at most {MAX_CLASSES:,} classes, got {self.num_classes:,}; number them without gaps"
+            )
+        if high < 0:
+            raise ValueError("expected labelled nodes, got -1 everywhere; add labels to train on")
+        if self.split is not None:
+            for part in PARTS:
+                nodes = getattr(self.split, part)
+                if len(nodes) and not 0 <= nodes.min() <= nodes.max() < self.num_nodes:
+                    raise ValueError(
+                        f"expected the {part} part of the split in 0..{self.num_nodes - 1}, got "
+                        f"{nodes.min()}..{nodes.max()}; a mask has one entry per node"
+                    )
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.indptr) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """Directed edges: twice the number of undirected ones."""
+        return len(self.indices)
+
+    @property
+    def in_features(self) -> int:
+        return self.features.shape[1]
+
+    def read_features(self, nodes: np.ndarray, out: np.ndarray) -> None:
+        """Rows of ``nodes`` [n] as float32 into ``out`` [n, d_in] or [n, 0]; only they are read of mapped features."""
+        if out.shape[1] == 0:
+            return
+        if isinstance(self.features, sp.csr_array):
+            self.features[nodes].toarray(out=out)
+        elif self.features.dtype == out.dtype:
+            np.take(self.features, nodes, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
+        else:
+            out[...] = self.features[nodes]
+
+    @property
+    def adjacency(self) -> sp.csr_array:
+        """A as [V, V] float32 ones."""
+        ones = np.ones(self.num_edges, np.float32)
+        return sp.csr_array((ones, self.indices, self.indptr), shape=(self.num_nodes, self.num_nodes))
+
+    def checksum(self) -> int:
+        """CRC-32 of the edges."""
+        return zlib.crc32(np.ascontiguousarray(self.indices).data, zlib.crc32(np.ascontiguousarray(self.indptr).data))
+
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that stand for edges, features, labels, split and the number of classes.
+
+        The same source always has the same; the same numbers have another one in a store, or of another dtype.
+        """
+        x, split = self.features, [] if self.split is None else [getattr(self.split, part) for part in PARTS]
+        features = [x.indptr, x.indices, x.data] if isinstance(x, sp.csr_array) else [x]
+        digest = xxhash.xxh3_128(repr((self.num_classes, x.shape)).encode())
+        for array in (self.indptr, self.indices, self.labels, *features, *split):
+            digest.update(f"{array.dtype.str} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    @classmethod
+    def from_data(cls, data: Any, name: str = "graph") -> Graph:
+        """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
+
+        Args:
+            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and ``y`` [V] or [V, 1] integer tensors;
+                optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] (of several splits as columns, the
+                first). Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
+                Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
+                refused, and so are several labels a node.
+        """
+        if isinstance(data, tuple):
+            graph, labels = data
+            return cls.from_arrays(name, graph["node_feat"], graph["edge_index"], labels)
+        x, edge_index, y = (_attribute(data, key) for key in ("x", "edge_index", "y"))
+        for key in ("edge_weight", "edge_attr"):
+            if getattr(data, key, None) is not None:
+                check_unweighted(f"data.{key}", _attribute(data, key))
+        masks = [_attribute(data, f"{part}_mask") for part in PARTS if hasattr(data, f"{part}_mask")]
+        split = None
+        if len(masks) == len(PARTS):
+            split = Split(*(np.flatnonzero(mask if mask.ndim == 1 else mask[:, 0]) for mask in masks))
+        return cls.from_arrays(name, x, edge_index, y, split)
+
+    @classmethod
+    def from_arrays(
+        cls, name: str, x: np.ndarray, edge_index: np.ndarray, y: np.ndarray, split: Split | None = None
+    ) -> Graph:
+        """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels [V] or [V, 1]."""
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        if y.ndim != 1:
+            raise ValueError(
+                f"expected one class per node, got multi-label y of shape {list(y.shape)}; take one column"
+            )
+        if not np.issubdtype(y.dtype, np.integer):
+            raise ValueError(
+                f"expected integer labels, got {y.dtype}; number the classes 0, 1, ... and use -1 for none"
+            )
+        if x.ndim != 2:
+            raise ValueError(f"expected x of shape [V, d_in], got {list(x.shape)}; pass one row per node")
+        if edge_index.ndim != 2 or len(edge_index) != 2 or not np.issubdtype(edge_index.dtype, np.integer):
+            raise ValueError(
+                f"expected an integer edge_index of shape [2, E], got {edge_index.dtype} {list(edge_index.shape)}"
+            )
+        num_nodes, y = x.shape[0], y.astype(np.int64)
+        if sp.issparse(x):
+            x = sp.csr_array(x, dtype=np.float32)
+        elif x.dtype != np.float16:
+            with np.errstate(over="ignore"):  # what is too large is infinite then, and refused
+                x = np.ascontiguousarray(x, np.float32)
+        check_finite(x)
+        if edge_index.size and (edge_index.min() < 0 or edge_index.max() >= num_nodes):
+            raise ValueError(
+                f"expected edge_index in 0..{num_nodes - 1}, got {edge_index.min()}..{edge_index.max()}; "
+                "x has one row per node"
+            )
+        row, col = edge_index[:, edge_index[0] != edge_index[1]]
+        pairs = (np.concatenate([row, col]), np.concatenate([col, row]))
+        adjacency = sp.coo_array((np.ones(len(pairs[0]), bool), pairs), shape=(num_nodes, num_nodes)).tocsr()
+        adjacency.sum_duplicates()  # sorts every row too
+        return cls(
+            name=name,
+            indptr=adjacency.indptr.astype(np.int64),
+            indices=adjacency.indices.astype(np.int32),
+            features=x,
+            labels=y,
+            num_classes=int(y.max(initial=-1)) + 1,
+            split=split,
+        )
+
+
+def csr_arrays(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As the compiled loops take them: int64 and int32 (no copy where they are), of a mapped file its plain view."""
+    return np.asarray(indptr, np.int64), np.asarray(indices, np.int32)
+
+
+def _attribute(data: Any, key: str) -> Any:
+    """A tensor as a numpy array; a sparse ``x`` as a CSR matrix."""
+    value = getattr(data, key, None)
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x, edge_index and y"
+        )
+    if value.layout == torch.strided:
+        return value.numpy(force=True)
+    if key != "x" or value.ndim != 2:
+        return value.to_dense().numpy(force=True)
+    value = value.to_sparse_coo().coalesce()
+    entries = (value.values().numpy(force=True), tuple(value.indices().numpy(force=True)))
+    return sp.coo_array(entries, shape=tuple(value.shape)).tocsr()
+
+
+def check_finite(features: np.ndarray | sp.csr_array) -> None:
+    """Raise ValueError that names the first feature that is NaN or inf."""
+    entries = features.data if isinstance(features, sp.csr_array) else np.ascontiguousarray(features).reshape(-1)
+    if (at := first_infinite(entries)) is None:
+        return
+    if isinstance(features, sp.csr_array):
+        node, feature = int(np.searchsorted(features.indptr, at, side="right")) - 1, int(features.indices[at])
+    else:
+        node, feature = divmod(at, features.shape[1])
+    raise ValueError(f"expected finite features, got {entries[at]} in feature {feature} of node {node}; clean that row")
+
+
+def first_infinite(entries: np.ndarray) -> int | None:
+    """Where the first NaN or inf stands in a float16 or float32 array [n]."""
+    bits, exponent = ("u2", 0x7C00) if entries.dtype == np.float16 else ("u4", 0x7F800000)
+    for first in range(0, len(entries), _CHUNK_ENTRIES):  # chunks that stay in the cache of a core
+        found = entries[first : first + _CHUNK_ENTRIES].view(bits) & np.array(exponent, bits)
+        if found.max() == exponent:
+            return first + int(found.argmax())
+    return None
+
+
+def check_unweighted(name: str, weights: np.ndarray) -> None:
+    """Raise ValueError that names the weights, unless all are equal."""
+    if weights.size and (weights != weights.flat[0]).any():
+        raise ValueError(
+            f"expected an unweighted graph, got {name} with values of {weights.min():g}..{weights.max():g}; "
+            "weighted edges and edge features are not supported: take them away, or drop the weakest edges"
+        )

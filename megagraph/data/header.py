@@ -1,0 +1,141 @@
+"""The header of a graph store: what it says of the arrays, and whether their files are as long as it says."""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megagraph import files
+from megagraph.data.cache import npy_head
+from megagraph.data.graph import MAX_CLASSES, PARTS
+
+_FORMAT = "MegaGraph graph store"
+_VERSION = 2
+_MAX_HEADER_BYTES = 1 << 24
+_MAX_SIZE = 1 << 48  # of one dimension
+_MAX_IDS = (1 << 31) - 1  # nodes and features
+DTYPES = {
+    "indptr": ("<i8",),
+    "indices": ("<i4",),
+    "labels": ("<i8",),
+    **{part: ("<i8",) for part in PARTS},
+    "features": ("<f4", "<f2"),
+    "features_indptr": ("<i4", "<i8"),
+    "features_indices": ("<i4", "<i8"),
+    "features_data": ("<f4",),
+}
+
+
+def read_header(folder: Path | str) -> dict[str, Any]:
+    """The header of a store, with its fields and the sizes of all files checked.
+
+    Raises:
+        FileNotFoundError, ValueError: no store, or one that is not as its header says.
+    """
+    folder = Path(folder)
+    header = load_header(folder)
+    for name, array in header["arrays"].items():
+        path = folder / f"{name}.npy"
+        size = path.stat().st_size if path.is_file() else 0
+        if size != (expected := num_bytes(array)):
+            raise ValueError(f"expected {path} of {expected} bytes, got {size}; import the graph again")
+    return header
+
+
+def write_header(folder: Path, values: dict[str, Any]) -> None:
+    """Without a header, a folder is no store."""
+    values = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex} | values
+    files.write_json(folder / "header.json", values)
+
+
+def num_bytes(array: dict[str, Any]) -> int:
+    """Of the file of an array, as the header describes it."""
+    dtype = np.dtype(array["dtype"])
+    return len(npy_head(array["shape"], dtype)) + math.prod(array["shape"]) * dtype.itemsize
+
+
+def load_header(folder: Path) -> dict[str, Any]:
+    """The header of a store, with its fields checked."""
+    path, what = folder / "header.json", "the header of a graph store"
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a graph store, got {folder} without header.json")
+    if (size := path.stat().st_size) > _MAX_HEADER_BYTES:
+        raise ValueError(f"expected {what} of at most {_MAX_HEADER_BYTES} bytes, got {size} in {path}")
+    old: dict[str, Any] = {}
+    try:
+        header = files.read_json(path, what)
+    except ValueError:
+        with suppress(ValueError):
+            old = files.read_json(path, what, by_hand=True)  # that of version 1 had no checksum
+        _check_version(folder, old.get("version", _VERSION))
+        raise
+    if header.get("format") != _FORMAT:
+        got = _short(header.get("format"))
+        raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {got} in {path}; import the graph again")
+    _check_version(folder, header.get("version"))
+    _check_header(path, header)
+    return header
+
+
+def _check_version(folder: Path, version: Any) -> None:
+    if version != _VERSION:
+        raise ValueError(
+            f"expected a graph store of version {_VERSION}, got {_short(version)} in {folder}; import it again"
+        )
+
+
+def _check_header(path: Path, header: dict[str, Any]) -> None:
+    def expect(right: bool, what: str, got: Any) -> None:
+        if not right:
+            raise ValueError(f"expected {what} in {path}, got {_short(got)}; import the graph again")
+
+    kinds = {"version": int, "id": str, "name": str, "in_features": int, "num_classes": int, "notes": dict}
+    for key, kind in {**kinds, "arrays": dict}.items():
+        expect(type(header.get(key)) is kind, f"{key} of type {kind.__name__}", header.get(key))
+    for key, most in (("in_features", _MAX_IDS), ("num_classes", MAX_CLASSES)):
+        expect(0 <= header[key] <= most, f"{key} in 0..{most}", header[key])
+    arrays = header["arrays"]
+    sparse, split = "features_indptr" in arrays, "train" in arrays
+    needed = {"indptr", "indices", "labels", *(PARTS if split else ())}
+    needed |= {"features_indptr", "features_indices", "features_data"} if sparse else {"features"}
+    expect(arrays.keys() == needed, f"the arrays {', '.join(sorted(needed))}", ", ".join(sorted(arrays)))
+    for name, array in arrays.items():
+        expect(
+            type(array) is dict and array.keys() == {"shape", "dtype", "xxh3"}, f"shape, dtype, xxh3 of {name}", array
+        )
+        expect(array["dtype"] in DTYPES[name], f"{name} of dtype {' or '.join(DTYPES[name])}", array["dtype"])
+        sizes = array["shape"]
+        right = type(sizes) is list and all(type(size) is int and 0 <= size < _MAX_SIZE for size in sizes)
+        expect(right and len(sizes) == 1 + (name == "features"), f"the shape of {name}", sizes)
+        expect(bool(re.fullmatch("[0-9a-f]{32}", str(array["xxh3"]))), f"the xxh3 of {name}", array["xxh3"])
+    shape = {name: array["shape"] for name, array in arrays.items()}
+    nodes = shape["indptr"][0] - 1
+    expect(1 <= nodes <= _MAX_IDS, f"indptr for 1..{_MAX_IDS} nodes", shape["indptr"])
+    fixed = {"labels": [nodes], "features": [nodes, header["in_features"]], "features_indptr": [nodes + 1]}
+    fixed["features_data"] = shape.get("features_indices", [])
+    for name in fixed.keys() & arrays.keys():
+        expect(shape[name] == fixed[name], f"{name} of shape {fixed[name]}", shape[name])
+
+
+def _short(value: Any) -> str:
+    return shown if len(shown := repr(value)) <= 100 else f"{shown[:100]}..."
+
+
+def describe(folder: Path | str) -> str:
+    """A few lines about a store, from its header."""
+    header = read_header(folder)
+    arrays = header["arrays"]
+    form = np.dtype(arrays["features"]["dtype"]).name if "features" in arrays else "sparse"
+    lines = [
+        f"{header['name']}: {arrays['labels']['shape'][0]:,} nodes, {arrays['indices']['shape'][0] // 2:,} undirected "
+        f"edges, {header['in_features']} features ({form}), {header['num_classes']} classes, "
+        f"{'a split of its own' if 'train' in arrays else 'no split of its own'}",
+        f"{folder}: {sum(map(num_bytes, arrays.values())) / 2**30:.2f} GiB in {len(arrays)} files",
+    ]
+    return "\n".join([*lines, *(f"{key}: {value}" for key, value in header["notes"].items())])
