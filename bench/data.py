@@ -47,11 +47,15 @@ from bench.provenance import write_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data import traversal
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share, prepare
+from megagraph.data.batch import Batch, Share
+from megagraph.data.cluster import ClusterBatches
 from megagraph.data.coarsen import quality
 from megagraph.data.datasets import load_graph
+from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.loader import Loader
+from megagraph.data.options import BatchOptions
+from megagraph.data.prepare import prepare
 from megagraph.data.sample import known_nodes
 from megagraph.data.store import open_store
 from megagraph.epochs import make_optimizers, make_pipeline, train_step
@@ -60,10 +64,10 @@ from megagraph.planner.plan import Plan
 
 SEED, ROUNDS = 0, 5
 ALPHA, EPSILON, K = 0.15, 1e-4, 14
-EGO = {"num_samples": 1, "num_super": 1, "global_tokens": 0, "super_ratio": 1 / 300}
+EGO = {"sample_nodes": K, "samples": 1, "super_nodes": 1, "global_tokens": 0, "super_ratio": 1 / 300}
 EGO_BATCH, EGO_BATCHES, SEQUENCES_PER_SECOND = 256, 16, 4000  # at least
 CURVE, EXACT, CURVE_SOURCES = (1e-3, 3e-4, 1e-4, 3e-5), 1e-7, 200
-CLUSTER = {"batching": "cluster", "bias": "bucket", "sequence_nodes": 8192, "num_super": 256, "max_distance": 8}
+CLUSTER = {"batching": "cluster", "bias": "bucket", "sequence_nodes": 8192, "super_nodes": 256, "max_distance": 8}
 CLUSTER_RANKS, CLUSTER_SEQUENCES, CLUSTER_SECONDS = 4, 5, 0.4  # at most
 PACKED = ("computers", "pubmed", "wordnet30", "debian12")
 PREPARE_SECONDS = {  # at most: with Numba warm, and cold
@@ -118,7 +122,7 @@ def _ego(products: Path) -> dict[str, Any]:
     graph = open_store(products)
     graph = replace(graph, features=graph.features[:, :0])
     rng = np.random.default_rng(SEED)
-    builder, preparing = _timed(lambda: prepare(graph, k=K, **EGO))
+    builder, preparing = _timed(lambda: prepare(graph, BatchOptions(**EGO)))
     assert isinstance(builder, EgoBatches) and (builder.pagerank.alpha, builder.pagerank.epsilon) == (ALPHA, EPSILON)
     targets = rng.integers(graph.num_nodes, size=EGO_BATCH * EGO_BATCHES)
     loader = Loader(builder, targets, batch_size=EGO_BATCH, seed=SEED, shuffle=False)
@@ -134,7 +138,6 @@ def _ego(products: Path) -> dict[str, Any]:
         "limit": SEQUENCES_PER_SECOND,
         "sequences": len(targets),
         "batch": EGO_BATCH,
-        "k": K,
         **EGO,
         "epsilon": EPSILON,
         "alpha": ALPHA,
@@ -182,7 +185,7 @@ def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, floa
 
 def _cluster(products: Path) -> dict[str, Any]:
     graph = open_store(products)
-    builder, preparing = _timed(lambda: prepare(graph, **CLUSTER))
+    builder, preparing = _timed(lambda: prepare(graph, BatchOptions(**CLUSTER)))
     assert isinstance(builder, ClusterBatches)
     sequences = builder.plan(np.arange(graph.num_nodes), 1, np.random.default_rng(SEED))
     mask = np.ones(graph.num_nodes, bool)
@@ -224,7 +227,7 @@ def _kept_edges(graph: Graph, builder: ClusterBatches, together: float, seed: in
 
 def _packing(root: Path | None, case: str) -> dict[str, Any]:
     graph = load_graph(*_dataset(root, case))
-    builder = prepare(graph, batching="cluster", bias="bucket")
+    builder = prepare(graph, BatchOptions(batching="cluster", bias="bucket"))
     assert isinstance(builder, ClusterBatches)
     kept, random = (
         [_kept_edges(graph, builder, together, seed) for seed in range(ROUNDS)] for together in (builder.together, 0)

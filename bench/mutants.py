@@ -39,11 +39,15 @@ from megagraph.provenance import provenance
 ROOT = Path(__file__).parent.parent
 SUITE = ("-n", "auto", "--dist", "loadgroup")
 GIVE_UP = 3600.0  # seconds; a mutant may hang
+BATCHES = ("batch", "build", "ego", "cluster", "prepare", "options")
 AREAS = {
     "kernels": ("tile", "forward", "backward", "short", "table_gradient", "hidden_dropout"),
     "megagraph/attention": ("ring", "operator", "engines", "layout", "bias", "dropout", "packing"),
     "megagraph/attention/cpu": ("tile", "tiles", "row", "rows"),
-    "megagraph/data": ("batch", "sample", "structure", "coarsen", "loader", "store", "check", "cache"),
+    "megagraph/data": (
+        *BATCHES,
+        *("sample", "structure", "coarsen", "loader", "store", "header", "check", "cache"),
+    ),
     "megagraph/parallel": ("pipeline", "replicate", "embedding"),
     "megagraph/planner": ("workload", "terms", "seconds", "memory", "cost", "search", "split", "schedule"),
     "megagraph": ("epochs", "checkpoint", "run", "files"),
@@ -61,7 +65,7 @@ TESTS = {
     "megagraph/attention/dropout.py": ("tests/attention/test_dropout.py", *STEPS),
     "megagraph/attention/": (*STEPS, "tests/attention/test_simd.py", "tests/attention/test_short.py"),
     "megagraph/models/": ("tests/models", "tests/attention/test_packing.py"),
-    "megagraph/data/batch.py": ("tests/data/test_batch.py",),
+    **dict.fromkeys((f"megagraph/data/{name}.py" for name in BATCHES), ("tests/data/test_batch.py",)),
     "megagraph/data/structure.py": ("tests/data/test_structure.py", "tests/data/test_batch.py"),
     "megagraph/data/coarsen.py": ("tests/data/test_coarsen.py", "tests/data/test_batch.py"),
     "megagraph/data/": (*STORES, "tests/data/test_store_damage.py"),
@@ -230,15 +234,15 @@ DRAWN = (
     ),
     Mutant(
         "__init__",
-        "megagraph/data/batch.py",
-        "self.sequence_nodes = self.num_regular + num_super",
-        "self.sequence_nodes = (self.num_regular) - (num_super)",
+        "megagraph/data/ego.py",
+        "self.sequence_nodes = self.num_regular + options.num_super",
+        "self.sequence_nodes = (self.num_regular) - (options.num_super)",
     ),
     Mutant(
         "num_bytes",
-        "megagraph/data/batch.py",
-        "num_sequences = -(-batch_size * self.num_samples // num_runs) * share.num_microbatches",
-        "num_sequences = -batch_size * self.num_samples // num_runs * share.num_microbatches",
+        "megagraph/data/build.py",
+        "num_sequences = -(-batch_size * self.samples // num_runs) * share.num_microbatches",
+        "num_sequences = -batch_size * self.samples // num_runs * share.num_microbatches",
     ),
     Mutant(
         "__call__",

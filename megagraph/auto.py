@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from megagraph.config import TrainConfig
-from megagraph.data.batch import ClusterBatches, EgoBatches
+from megagraph.data.cluster import ClusterBatches
+from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megagraph import files
+from megagraph.data.options import BatchOptions
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan, ScheduleName
 
@@ -62,41 +63,41 @@ class TrainConfig:
 
     model: Literal["hierarchical", "graphormer"] = "hierarchical"
     """hierarchical: ANS-GT's; graphormer: with degree codes and hop distances."""
-    embedding: Literal["features", "learned"] = "features"
+    embedding: Literal["features", "learned"] = ModelConfig.embedding
     """features: a projection of the node's features; learned: a vector of its own for every node of this graph."""
-    layers: int = 4
-    dim: int = 128
+    layers: int = ModelConfig.layers
+    dim: int = ModelConfig.dim
     """Hidden width d."""
-    ffn_dim: int = 128
+    ffn_dim: int = ModelConfig.ffn_dim
     """Inner width of the feed-forward network."""
-    heads: int = 8
-    global_tokens: int = 1
+    heads: int = ModelConfig.heads
+    global_tokens: int = BatchOptions.global_tokens
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"
     """projected: adjacency powers; bucket: hop distances; auto: bucket for cluster batches and graphormer."""
-    channels: int = 6
+    channels: int = BatchOptions.channels
     """Adjacency powers of a projected bias."""
-    max_distance: int = 5
+    max_distance: int = BatchOptions.max_distance
     """Hop distances that a bucket bias tells apart."""
-    max_degree: int = 512
+    max_degree: int = ModelConfig.max_degree
     """Degrees that graphormer tells apart."""
-    dropout: float = 0.5
-    input_dropout: float = 0.5
-    attention_dropout: float = 0.5
+    dropout: float = ModelConfig.dropout
+    input_dropout: float = ModelConfig.input_dropout
+    attention_dropout: float = ModelConfig.attention_dropout
 
-    batching: Literal["ego", "cluster"] = "ego"
+    batching: Literal["ego", "cluster"] = BatchOptions.batching
     """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target."""
     batch_size: int = 32
     """Global batch: target nodes (ego) or sequences (cluster)."""
-    sample_nodes: int = 14
+    sample_nodes: int = BatchOptions.sample_nodes
     """Nodes sampled around the target of an ego sequence."""
-    samples: int = 8
+    samples: int = BatchOptions.samples
     """Ego sequences a target, in training and in the vote of evaluation."""
-    super_ratio: float = 0.1
+    super_ratio: float = BatchOptions.super_ratio
     """Super nodes of the coarsened graph per node (ego)."""
-    sequence_nodes: int = 1024
+    sequence_nodes: int = BatchOptions.sequence_nodes
     """Regular nodes of a cluster sequence."""
-    super_nodes: int | None = None
+    super_nodes: int | None = BatchOptions.super_nodes
     """Super nodes of a sequence with the global tokens; default for ego batches one more than these, for cluster 64."""
 
     epochs: int = 5
@@ -153,18 +154,15 @@ class TrainConfig:
                 object.__setattr__(self, name, Path(getattr(self, name)))
         self._check_numbers()
         at_least = {
-            1: ("channels", "max_distance", "batch_size", "sample_nodes", "samples", "sequence_nodes", "epochs", "keep",
-                "bad_steps"),
+            1: ("batch_size", "epochs", "keep", "bad_steps"),
             0: ("seed", "workers", "learning_rate", "weight_decay", "checkpoint_every", "lock_wait"),
-        }  # fmt: skip
+        }
         for low, names in at_least.items():
             for name in names:
                 if not low <= getattr(self, name) < math.inf:
                     raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0.0 <= self.warmup < 1.0:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
-        if not 0.0 < self.super_ratio <= 1.0:
-            raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
         if self.model == "graphormer" and self.bias == "projected":
             raise ValueError("bias must be bucket or auto for model graphormer, got projected")
         for name in ("clip_norm", "timeout"):
@@ -177,7 +175,9 @@ class TrainConfig:
         if self.resume_step is not None and (self.resume is None or self.resume_step < 0):
             raise ValueError(f"resume_step is a step of the run that --resume names, got {self.resume_step}")
         _ = self.limit_seconds
-        self.model_config(in_features=1, num_classes=1, bias_size=1)  # checks what concerns the model
+        # what concerns the model and its batches is checked where it is used
+        self.model_config(in_features=1, num_classes=1, bias_size=1)
+        _ = self.batch_options
         self._check_plan()
 
     def _check_numbers(self) -> None:
@@ -255,23 +255,18 @@ class TrainConfig:
         self, *, in_features: int, num_classes: int, bias_size: int, graph_checksum: int = 0
     ) -> ModelConfig:
         """The model to train on data of these sizes."""
-        return ModelConfig(
-            in_features=in_features,
-            num_classes=num_classes,
-            layers=self.layers,
-            dim=self.dim,
-            ffn_dim=self.ffn_dim,
-            heads=self.heads,
-            global_tokens=self.global_tokens,
-            bias=self.bias_form,
-            bias_size=bias_size,
-            max_degree=self.max_degree,
-            embedding=self.embedding,
-            graph_checksum=graph_checksum,
-            dropout=self.dropout,
-            input_dropout=self.input_dropout,
-            attention_dropout=self.attention_dropout,
-        )
+        data = {"in_features": in_features, "num_classes": num_classes, "bias_size": bias_size}
+        return ModelConfig(**self._of(ModelConfig, bias=self.bias_form, graph_checksum=graph_checksum, **data))
+
+    @property
+    def batch_options(self) -> BatchOptions:
+        """The batches to train on."""
+        channel_dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return BatchOptions(**self._of(BatchOptions, bias=self.bias_form, channel_dtype=channel_dtype))
+
+    def _of(self, kind: type[BatchOptions] | type[ModelConfig], **given: Any) -> dict[str, Any]:
+        """All fields of ``kind``: those given, and the others as they are here."""
+        return {field.name: getattr(self, field.name) for field in fields(kind) if field.name not in given} | given
 
     @property
     def bias_form(self) -> Literal["projected", "bucket"]:

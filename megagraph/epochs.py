@@ -22,7 +22,8 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.checkpoint import Checkpoints, TrainingState
 from megagraph.config import AUTO, TrainConfig
-from megagraph.data.batch import Batch, ClusterBatches, EgoBatches, Share
+from megagraph.data.batch import Batch, Share
+from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import (
     accuracy,
@@ -132,7 +133,7 @@ class Epochs:
     def __init__(
         self,
         config: TrainConfig,
-        builder: EgoBatches | ClusterBatches,
+        builder: Builder,
         graph: Graph,
         split: Split,
         pipeline: Pipeline,

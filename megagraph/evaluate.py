@@ -15,10 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph import files
 from megagraph.config import TrainConfig
-from megagraph.data.batch import WHOLE, ClusterBatches, EgoBatches, Share, prepare
+from megagraph.data.batch import WHOLE, Share
+from megagraph.data.build import Builder
+from megagraph.data.cluster import ClusterBatches
 from megagraph.data.datasets import load_graph
+from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import Graph, Split, random_split
 from megagraph.data.loader import Loader
+from megagraph.data.prepare import prepare
 from megagraph.models.config import ModelConfig
 from megagraph.models.graphormer import Graphormer
 from megagraph.models.hierarchical import HierarchicalGT
@@ -34,20 +38,7 @@ def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
     """All that is computed once per graph."""
     if config.embedding == "learned":
         graph = replace(graph, features=graph.features[:, :0])  # nobody reads them
-    return prepare(
-        graph,
-        batching=config.batching,
-        bias=config.bias_form,
-        channels=config.channels,
-        max_distance=config.max_distance,
-        global_tokens=config.global_tokens,
-        k=config.sample_nodes,
-        num_samples=config.samples,
-        super_ratio=config.super_ratio,
-        sequence_nodes=config.sequence_nodes,
-        num_super=config.super_nodes,
-        channel_dtype=torch.bfloat16 if config.dtype == "bf16" else torch.float32,
-    )
+    return prepare(graph, config.batch_options)
 
 
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
@@ -58,7 +49,7 @@ def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh 
 
 def make_loader(
     config: TrainConfig,
-    builder: EgoBatches | ClusterBatches,
+    builder: Builder,
     nodes: np.ndarray,
     *,
     shuffle: bool = False,

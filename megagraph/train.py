@@ -15,7 +15,8 @@ import torch
 
 from megagraph import auto, files, plots
 from megagraph.config import AUTO, TrainConfig
-from megagraph.data.batch import ClusterBatches, EgoBatches
+from megagraph.data.build import Builder
+from megagraph.data.cluster import ClusterBatches
 from megagraph.data.graph import Graph
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import (
@@ -205,7 +206,7 @@ class Trainer:
         return summary
 
 
-def _model_config(config: TrainConfig, graph: Graph, builder: EgoBatches | ClusterBatches) -> ModelConfig:
+def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:
     learned = config.embedding == "learned"
     return config.model_config(
         in_features=builder.num_rows if learned else graph.in_features,

@@ -66,7 +66,11 @@ def epochs(part: str, root: Path) -> tuple[list[float], list[float]]:
     graph = load_graph("citeseer", root)
     builder = batches(config, graph)
     model_config = ModelConfig(
-        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+        in_features=graph.in_features,
+        num_classes=graph.num_classes,
+        bias_size=builder.structure.size,
+        dropout=0.1,
+        input_dropout=0.1,
     )
     torch.manual_seed(SEED)
     has, lacks = (Contender(name, HierarchicalGT(model_config)) for name in ("with", "without"))

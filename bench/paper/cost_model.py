@@ -62,7 +62,7 @@ TARGETS = {
 def point(sequences: int, layers: int, heads: int, dim: int) -> Point:
     config = ModelConfig(
         in_features=IN_FEATURES, num_classes=CLASSES, layers=layers, dim=dim, ffn_dim=dim, heads=heads,
-        bias="bucket", bias_size=BUCKETS, attention_dropout=0.1,
+        bias="bucket", bias_size=BUCKETS, dropout=0.1, input_dropout=0.1, attention_dropout=0.1,
     )  # fmt: skip
     return Point(sequences=sequences, nodes=NODES, config=config, targets=NODES - 1, feature_rows=sequences * NODES)
 

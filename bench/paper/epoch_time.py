@@ -147,7 +147,11 @@ def main(dataset: Literal["citeseer", "cora", "computers"], root: Path) -> None:
     graph = load_graph(dataset, root)
     builder = batches(config, graph)
     model_config = ModelConfig(
-        in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+        in_features=graph.in_features,
+        num_classes=graph.num_classes,
+        bias_size=builder.structure.size,
+        dropout=0.1,
+        input_dropout=0.1,
     )
     torch.manual_seed(SEED)
     ours, eager = Contender("megagraph", HierarchicalGT(model_config)), Contender("eager", EagerANSGT(model_config))

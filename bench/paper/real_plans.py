@@ -39,7 +39,7 @@ from bench.tables import draw, save
 from megagraph import auto
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
-from megagraph.data.batch import ClusterBatches, EgoBatches
+from megagraph.data.build import Builder
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
@@ -72,7 +72,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.graph: Graph = synthetic_graph(num_nodes=4400, num_classes=8, in_features=64, average_degree=10, seed=0)
-        self.builder: EgoBatches | ClusterBatches = batches(CONFIG, self.graph)
+        self.builder: Builder = batches(CONFIG, self.graph)
         self.nodes = np.arange(self.graph.num_nodes)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {}
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megagraph.data.batch import WHOLE, Batch, ClusterBatches, EgoBatches, Share
+from megagraph.data.batch import WHOLE, Batch, Share
+from megagraph.data.build import Builder
 
 PREFETCH_BATCHES = 4  # of a worker, at most
 PREFETCH_BYTES = 2**30  # of all workers of a loader together, but for one batch
@@ -30,7 +31,7 @@ class Loader:
 
     def __init__(
         self,
-        builder: EgoBatches | ClusterBatches,
+        builder: Builder,
         nodes: np.ndarray,
         *,
         batch_size: int,
@@ -101,7 +102,7 @@ class _Items(Sampler):
 
 
 class _Batches(Dataset):
-    def __init__(self, builder: EgoBatches | ClusterBatches, nodes: np.ndarray, share: Share) -> None:
+    def __init__(self, builder: Builder, nodes: np.ndarray, share: Share) -> None:
         self._builder = builder
         self._share = share
         self._label_mask = np.zeros(builder.graph.num_nodes, bool)

@@ -1,4 +1,4 @@
-"""The shape of a model: what is needed to build one, and nothing of how it is trained."""
+"""What a model is built from: what is chosen, and what the data says."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megagraph import files
+from megagraph.data.options import BatchOptions
 
 # what nobody could build, in time or in memory; others fit into 32 bits
 _AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 24}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A graph transformer; paper symbols in brackets.
+
+    The data says ``in_features``, ``num_classes``, ``bias_size`` and ``graph_checksum``; the others are chosen.
 
     Args:
         in_features: width of the raw node features [d_in]; rows of the table of a learned embedding.
@@ -38,14 +41,14 @@ class ModelConfig:
     dim: int = 128
     ffn_dim: int = 128
     heads: int = 8
-    global_tokens: int = 1
-    bias: Literal["projected", "bucket"] = "projected"
-    bias_size: int = 7
+    global_tokens: int = BatchOptions.global_tokens
+    bias: Literal["projected", "bucket"] = BatchOptions.bias
+    bias_size: int = BatchOptions.channels + BatchOptions.global_tokens
     max_degree: int = 512
     embedding: Literal["features", "learned"] = "features"
     graph_checksum: int = 0
-    dropout: float = 0.1
-    input_dropout: float = 0.1
+    dropout: float = 0.5
+    input_dropout: float = 0.5
     attention_dropout: float = 0.5
 
     def __post_init__(self) -> None:

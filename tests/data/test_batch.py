@@ -6,11 +6,19 @@ import pytest
 import torch
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.data.batch import EMBEDDED, Batch, ClusterBatches, EgoBatches, Share, prepare
+from megagraph.data.batch import EMBEDDED, Batch, Share
+from megagraph.data.cluster import ClusterBatches
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import random_split
 from megagraph.data.loader import Loader
+from megagraph.data.options import BatchOptions
+from megagraph.data.prepare import prepare
 from tests.data.graphs import make_graph
+
+
+def prepared(graph, *, scope="auto", cluster_size=None, together=0.5, **options):
+    return prepare(graph, BatchOptions(**options), scope=scope, cluster_size=cluster_size, together=together)
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +29,13 @@ def graph():
 
 @pytest.fixture(scope="module", params=["projected", "bucket"])
 def ego(request, graph):
-    return prepare(graph, bias=request.param, k=6, num_samples=3, global_tokens=2, channels=4, max_distance=3)
+    return prepared(graph, bias=request.param, sample_nodes=6, samples=3, global_tokens=2, channels=4, max_distance=3)
 
 
 @pytest.fixture(scope="module", params=["projected", "bucket"])
 def cluster(request, graph):
-    return prepare(
-        graph, batching="cluster", bias=request.param, sequence_nodes=128, cluster_size=30, num_super=10, channels=4
+    return prepared(
+        graph, batching="cluster", bias=request.param, sequence_nodes=128, cluster_size=30, super_nodes=10, channels=4
     )
 
 
@@ -130,7 +138,7 @@ def test_super_nodes_stand_for_what_is_outside_of_the_sequence(graph, cluster):
 
 
 def test_super_nodes_of_an_ego_sequence_are_the_strongest(graph):
-    builder = prepare(graph, k=6, num_samples=2, num_super=5, global_tokens=2, channels=4)
+    builder = prepared(graph, sample_nodes=6, samples=2, super_nodes=5, global_tokens=2, channels=4)
     targets = np.arange(0, 400, 7)
     batch = builder.build(targets, np.ones(400, bool), np.random.default_rng(0))
     assert builder.sequence_nodes == batch.num_nodes == 12
@@ -158,7 +166,9 @@ def test_neighbouring_clusters_are_drawn_together():
     ring = make_graph(2048, [(i, (i + 1) % 2048) for i in range(2048)])
     kept = []
     for together in (0.0, 0.5, 1.0):
-        builder = prepare(ring, batching="cluster", sequence_nodes=128, cluster_size=16, num_super=4, together=together)
+        builder = prepared(
+            ring, batching="cluster", sequence_nodes=128, cluster_size=16, super_nodes=4, together=together
+        )
         sequences = np.concatenate(builder.plan(np.arange(2048), 1, np.random.default_rng(0)))
         assert sorted(sequences[sequences >= 0]) == list(range(2048))
         kept.append(kept_edges(ring, sequences))
@@ -166,10 +176,10 @@ def test_neighbouring_clusters_are_drawn_together():
 
 
 def test_whole_clusters_are_packed_and_long_ones_cut(graph):
-    builder = prepare(graph, batching="cluster", sequence_nodes=128, cluster_size=200, num_super=4)
+    builder = prepared(graph, batching="cluster", sequence_nodes=128, cluster_size=200, super_nodes=4)
     (sequences,) = builder.plan(np.arange(400), 100, None)
     assert sequences.shape[1] == 128 and sorted(sequences[sequences >= 0]) == list(range(400))
-    small = prepare(graph, batching="cluster", sequence_nodes=1024, num_super=4)
+    small = prepared(graph, batching="cluster", sequence_nodes=1024, super_nodes=4)
     assert small.num_regular == 400 and small.sequence_nodes == 404
     (sequences,) = small.plan(np.arange(400), 100, None)
     assert sorted(sequences[0]) == list(range(400))
@@ -179,10 +189,10 @@ def test_whole_clusters_are_packed_and_long_ones_cut(graph):
     scope="module",
     params=[
         # not a multiple of 2, 3 or 4; one leaves a rank of 4 without nodes
-        {"k": 6, "num_samples": 1},
-        {"batching": "cluster", "sequence_nodes": 13, "cluster_size": 5, "num_super": 6},
-        {"k": 1, "num_samples": 1},
-        {"batching": "cluster", "sequence_nodes": 3, "cluster_size": 5, "num_super": 6},
+        {"sample_nodes": 6, "samples": 1},
+        {"batching": "cluster", "sequence_nodes": 13, "cluster_size": 5, "super_nodes": 6},
+        {"sample_nodes": 1, "samples": 1},
+        {"batching": "cluster", "sequence_nodes": 3, "cluster_size": 5, "super_nodes": 6},
     ],
     ids=["ego7", "cluster13", "ego2", "cluster3"],
 )
@@ -199,8 +209,8 @@ def odd(request, odd_options):
     """A builder of sequences that no layout divides, and the sequences of a whole batch and of a ragged one."""
     graph = synthetic_graph(num_nodes=60, average_degree=3, in_features=5, seed=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megagraph.data.batch.SEQUENCE_ALIGNMENT", 1)
-        builder = prepare(graph, channels=3, global_tokens=2, **odd_options, **request.param)
+        patch.setattr("megagraph.data.options.SEQUENCE_ALIGNMENT", 1)
+        builder = prepared(graph, channels=3, global_tokens=2, **odd_options, **request.param)
     sequences = np.concatenate(builder.plan(np.arange(60), 4, np.random.default_rng(0)))
     return builder, (sequences[:4], sequences[4:5])
 
@@ -279,7 +289,7 @@ def test_shares_have_the_features_they_need(odd, dp, cp, num_microbatches):
 def test_a_rank_with_an_empty_sequence_reads_no_rows():
     """What a step reads of a table it changes, so that must not depend on the layout."""
     graph = synthetic_graph(num_nodes=60, average_degree=3, in_features=5, seed=0)
-    builder = prepare(graph, batching="cluster", sequence_nodes=128, cluster_size=10)
+    builder = prepared(graph, batching="cluster", sequence_nodes=128, cluster_size=10)
     (sequences,) = builder.plan(np.arange(60), 1, None)
     arguments = (sequences, np.ones(60, bool), np.random.default_rng(0))
     assert sorted(builder.build(*arguments).node_ids.tolist()) == list(range(60))
@@ -303,7 +313,7 @@ def test_labels_of_all_shares_are_those_of_the_batch(odd, dp, cp, num_microbatch
 
 
 def test_loader_gives_the_shares_of_its_batches(graph):
-    builder = prepare(graph, k=4, num_samples=3)
+    builder = prepared(graph, sample_nodes=4, samples=3)
     options = {"nodes": np.arange(0, 400, 7), "batch_size": 8, "seed": 0, "shuffle": True}
     whole = list(Loader(builder, **options).epoch(1))
     ranks = [Loader(builder, **options, share=Share(dp_rank=rank, dp=2)).epoch(1) for rank in range(2)]
@@ -347,10 +357,10 @@ def test_share_refuses(options, message):
 
 @pytest.mark.parametrize("batching", ["ego", "cluster"])
 def test_bf16_channels_are_rounded_fp32_ones(graph, batching):
-    options = dict(batching=batching, bias="projected", k=6, sequence_nodes=128, num_super=8, channels=4)
+    options = dict(batching=batching, bias="projected", sample_nodes=6, sequence_nodes=128, super_nodes=8, channels=4)
     targets = np.arange(128)[None] if batching == "cluster" else np.array([5, 0])
     exact, rounded = (
-        prepare(graph, **options, channel_dtype=dtype).build(targets, np.ones(400, bool), np.random.default_rng(0))
+        prepared(graph, **options, channel_dtype=dtype).build(targets, np.ones(400, bool), np.random.default_rng(0))
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert rounded.structure.dtype == torch.bfloat16 and rounded.structure.stride(-2) % 16 == 0
@@ -377,7 +387,7 @@ def test_to_and_slots_keep_every_field(ego):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batching", ["ego", "cluster"])
 def test_batches_depend_on_seed_and_epoch_only(graph, batching, num_workers):
-    builder = prepare(graph, batching=batching, k=4, num_samples=2, sequence_nodes=128, num_super=8)
+    builder = prepared(graph, batching=batching, sample_nodes=4, samples=2, sequence_nodes=128, super_nodes=8)
     train = random_split(graph.labels, 0).train
 
     batch_size = 64 if batching == "ego" else 1
@@ -402,7 +412,7 @@ def test_batches_depend_on_seed_and_epoch_only(graph, batching, num_workers):
 def test_workers_start_with_their_loader(graph):
     """Later there are threads beside which a fork may deadlock."""
     before = set(psutil.Process().children())
-    loader = Loader(prepare(graph, k=4), np.arange(40), batch_size=8, seed=0, shuffle=True, num_workers=2)
+    loader = Loader(prepared(graph, sample_nodes=4), np.arange(40), batch_size=8, seed=0, shuffle=True, num_workers=2)
     workers = set(psutil.Process().children()) - before
     assert len(workers) == 2
     for epoch in range(2):
@@ -413,7 +423,7 @@ def test_workers_start_with_their_loader(graph):
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_every_node_is_on_one_rank_in_every_epoch(graph, dp, num_workers):
-    builder = prepare(graph, batching="cluster", bias="bucket", sequence_nodes=128, num_super=8)
+    builder = prepared(graph, batching="cluster", bias="bucket", sequence_nodes=128, super_nodes=8)
     options = {"batch_size": 3, "seed": 0, "shuffle": True, "num_workers": num_workers}
     ranks = [Loader(builder, np.arange(400), share=Share(dp_rank=rank, dp=dp), **options) for rank in range(dp)]
     for epoch in (0, 1):
@@ -423,7 +433,7 @@ def test_every_node_is_on_one_rank_in_every_epoch(graph, dp, num_workers):
 
 @pytest.mark.parametrize("batching", ["ego", "cluster"])
 def test_batches_ahead_are_bounded_in_bytes(graph, batching, monkeypatch):
-    builder = prepare(graph, batching=batching, k=4, num_samples=2, sequence_nodes=128, num_super=8)
+    builder = prepared(graph, batching=batching, sample_nodes=4, samples=2, sequence_nodes=128, super_nodes=8)
     options = {"nodes": np.arange(400), "batch_size": 2, "seed": 0, "shuffle": True}
     share = Share(cp=2, num_microbatches=2)
     most = builder.num_bytes(2, share)
@@ -438,39 +448,39 @@ def test_batches_ahead_are_bounded_in_bytes(graph, batching, monkeypatch):
 
 
 def test_channels_that_are_too_large_are_refused_before_the_first_batch(graph, monkeypatch):
-    builder = prepare(graph, num_samples=1)
+    builder = prepared(graph, samples=1)
     monkeypatch.setattr("megagraph.data.structure.MAX_CHANNEL_BYTES", 10_000)
     with pytest.raises(ValueError, match=r"the 7 channels of 3 x 17 x 17 node pairs take .* limit of 10,000"):
         Loader(builder, np.arange(9), batch_size=3, seed=0, shuffle=True)
 
 
 def test_evaluation_keeps_the_order_of_nodes(graph):
-    loader = Loader(prepare(graph, num_samples=1), np.array([9, 3, 5]), batch_size=2, seed=0, shuffle=False)
+    loader = Loader(prepared(graph, samples=1), np.array([9, 3, 5]), batch_size=2, seed=0, shuffle=False)
     assert [batch.target_nodes[:, 0].tolist() for batch in loader.epoch(0)] == [[9, 3], [5]]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batching": "random"}, "expected batching 'ego' or 'cluster', got 'random'"),
-        ({"bias": "dense"}, "expected bias 'projected' or 'bucket', got 'dense'"),
-        ({"global_tokens": -1}, "expected global_tokens >= 0, got -1"),
-        ({"k": 0}, "expected k and num_samples of at least 1, got 0 and 8"),
-        ({"super_ratio": 0.0}, r"expected 0 < super_ratio <= 1, got 0\.0"),
-        ({"batching": "cluster", "sequence_nodes": 100}, "expected sequence_nodes to be a multiple of 128, got 100"),
+        ({"batching": "random"}, "batching must be ego or cluster, got 'random'"),
+        ({"bias": "dense"}, "bias must be projected or bucket, got 'dense'"),
+        ({"global_tokens": -1}, "global_tokens must be at least 0, got -1"),
+        ({"sample_nodes": 0}, "sample_nodes must be at least 1, got 0"),
+        ({"super_ratio": 0.0}, r"super_ratio must be in \(0, 1\], got 0\.0"),
+        ({"batching": "cluster", "sequence_nodes": 100}, "sequence_nodes must be a multiple of 128, got 100"),
         ({"batching": "cluster", "cluster_size": 0}, "expected cluster_size >= 1, got 0"),
-        ({"batching": "cluster", "num_super": 1}, "expected num_super > global_tokens, got 1 and 1"),
-        ({"num_super": 1}, "expected num_super > global_tokens, got 1 and 1"),
+        ({"batching": "cluster", "super_nodes": 1}, "super_nodes must be above global_tokens = 1, got 1"),
+        ({"super_nodes": 1}, "super_nodes must be above global_tokens = 1, got 1"),
         ({"batching": "cluster", "together": 1.5}, r"expected 0 <= together <= 1, got 1\.5"),
     ],
 )
 def test_prepare_refuses(options, message):
     with pytest.raises(ValueError, match=message):
-        prepare(make_graph(20, [(i, i + 1) for i in range(19)]), **options)
+        prepared(make_graph(20, [(i, i + 1) for i in range(19)]), **options)
 
 
 def test_an_epoch_resumes_without_building_what_came_before(graph, monkeypatch):
-    loader = Loader(prepare(graph, num_samples=1), np.arange(10), batch_size=2, seed=0, shuffle=False)
+    loader = Loader(prepared(graph, samples=1), np.arange(10), batch_size=2, seed=0, shuffle=False)
     built = []
     build = EgoBatches.build
     monkeypatch.setattr(EgoBatches, "build", lambda *arguments: built.append(arguments[1]) or build(*arguments))
@@ -491,7 +501,7 @@ def test_an_epoch_resumes_without_building_what_came_before(graph, monkeypatch):
 def test_loader_refuses(graph, changes, message):
     options = {"nodes": np.arange(3), "batch_size": 2, "seed": 0, "shuffle": True} | changes
     with pytest.raises(ValueError, match=message):
-        Loader(prepare(graph, num_samples=1), **options)
+        Loader(prepared(graph, samples=1), **options)
 
 
 def test_both_kinds_are_what_prepare_returns(ego, cluster):

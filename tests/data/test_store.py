@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagraph.cli import main
-from megagraph.data.batch import prepare
 from megagraph.data.datasets import load_graph, synthetic_graph
 from megagraph.data.graph import Graph, Split
 from megagraph.data.header import describe
 from megagraph.data.loader import Loader
+from megagraph.data.options import BatchOptions
+from megagraph.data.prepare import prepare
 from megagraph.data.store import open_store, verify_store, write_store
 from tests.data.graphs import random_graphs
 from tests.data.stores import change_array, edit_header, header_of, put
@@ -71,7 +72,7 @@ def test_any_graph_can_be_stored(tmp_path_factory, graph, form):
 
 def test_batches_are_those_of_the_graph_and_workers_map_the_files_again(stored, graph):
     def batch(graph):
-        return Loader(prepare(graph), np.arange(20), batch_size=20, seed=0, shuffle=False).epoch(0)
+        return Loader(prepare(graph, BatchOptions()), np.arange(20), batch_size=20, seed=0, shuffle=False).epoch(0)
 
     for got, want in zip(batch(stored), batch(graph), strict=True):
         assert torch.equal(got.features, want.features) and torch.equal(got.structure, want.structure)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import megagraph as mg
-from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.options import BatchOptions
+from megagraph.data.prepare import prepare
 from megagraph.data.structure import num_buckets
 from megagraph.epochs import loss_sum
 from megagraph.models.layers import Context
@@ -21,7 +22,7 @@ MAX_DEGREE = 4
 @pytest.fixture(scope="module")
 def batch():
     graph = synthetic_graph(num_nodes=60, num_classes=4, in_features=12, average_degree=3, seed=1)
-    builder = prepare(graph, bias="bucket", k=6, num_samples=2, global_tokens=2, max_distance=3)
+    builder = prepare(graph, BatchOptions(bias="bucket", sample_nodes=6, samples=2, global_tokens=2, max_distance=3))
     built = builder.build(np.arange(10), np.ones(60, bool), np.random.default_rng(0))
     assert built.key_padding_mask.any(), "no padding to test"
     assert built.degrees.min() < MAX_DEGREE < built.degrees.max(), "no degree to clamp"

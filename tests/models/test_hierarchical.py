@@ -11,8 +11,9 @@ from torch import nn
 
 import megagraph as mg
 from bench.paper.epoch_time import EagerANSGT
-from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.options import BatchOptions
+from megagraph.data.prepare import prepare
 from megagraph.epochs import loss_sum
 from megagraph.models import transformer
 
@@ -28,7 +29,7 @@ def logits(model, batch, dropout_key=None):
 @pytest.fixture(scope="module")
 def batch():
     graph = synthetic_graph(num_nodes=60, num_classes=4, in_features=12, average_degree=3, seed=1)
-    builder = prepare(graph, k=6, num_samples=2, global_tokens=2, channels=3)
+    builder = prepare(graph, BatchOptions(sample_nodes=6, samples=2, global_tokens=2, channels=3))
     built = builder.build(np.arange(10), np.ones(60, bool), np.random.default_rng(0))
     assert built.key_padding_mask.any(), "no padding to test"
     return replace(built, features=built.features.double(), structure=built.structure.double())
@@ -151,7 +152,8 @@ def test_gradient_reaches_every_parameter(model, batch):
 
 def test_bucket_bias():
     graph = synthetic_graph(num_nodes=300, num_classes=4, in_features=12, seed=1)
-    builder = prepare(graph, batching="cluster", bias="bucket", sequence_nodes=128, num_super=8, max_distance=3)
+    options = BatchOptions(batching="cluster", bias="bucket", sequence_nodes=128, super_nodes=8, max_distance=3)
+    builder = prepare(graph, options)
     config = replace(CONFIG, bias="bucket", bias_size=builder.structure.size, global_tokens=1)
     built = builder.build(builder.plan(np.arange(300), 2, None)[0], np.ones(300, bool), np.random.default_rng(0))
     scores = logits(mg.HierarchicalGT(config).eval(), built)

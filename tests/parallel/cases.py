@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import megagraph as mg
 from megagraph.attention.dropout import dropout_keys
-from megagraph.data import batch as batch_module
-from megagraph.data.batch import Batch, Share, prepare
+from megagraph.data import options as options_module
+from megagraph.data.batch import Batch, Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
+from megagraph.data.prepare import prepare
 from megagraph.epochs import loss_sum, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
@@ -123,13 +124,9 @@ def graph_of(batching: str) -> Graph:
 @cache
 def builder_of(batching: str):
     """N' is 11 (ego) or 47 (cluster): no number of ranks divides it; the last batch of an epoch is ragged."""
-    with patch.object(batch_module, "SEQUENCE_ALIGNMENT", 1):
-        return prepare(
-            graph_of(batching), batching="cluster" if batching == "cluster" else "ego",
-            bias=config_of(batching, "fp32").bias_form, channels=3,
-            max_distance=3, global_tokens=GLOBAL_TOKENS[batching], k=10, num_samples=2, sequence_nodes=47,
-            cluster_size=20, num_super=7,
-        )  # fmt: skip
+    with patch.object(options_module, "SEQUENCE_ALIGNMENT", 1):
+        options = replace(config_of(batching, "fp32").batch_options, sequence_nodes=47, super_nodes=7)
+        return prepare(graph_of(batching), options, cluster_size=20)
 
 
 @cache

@@ -11,8 +11,9 @@ from torch import nn
 
 import megagraph as mg
 from megagraph.attention.dropout import dropout_keys
-from megagraph.data.batch import prepare
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.options import BatchOptions
+from megagraph.data.prepare import prepare
 from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import make_loader, make_model
 from megagraph.parallel.embedding import _DRAWN_ROWS, NodeTable, _initial_rows
@@ -24,7 +25,7 @@ CONFIG = mg.TrainConfig(
 
 def test_steps_are_those_of_an_embedding_inside_the_model():
     graph = synthetic_graph(num_nodes=90, num_classes=3, in_features=4, seed=0)
-    builder = prepare(graph, k=5, num_samples=2)
+    builder = prepare(graph, BatchOptions(sample_nodes=5, samples=2))
     model_config = CONFIG.model_config(in_features=builder.num_rows, num_classes=3, bias_size=builder.structure.size)
     torch.manual_seed(0)
     model = make_model(CONFIG, model_config)

@@ -1,0 +1,161 @@
+"""From node ids to a batch: what ego and cluster batches have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megagraph.attention.layout import NodeLayout
+from megagraph.data.batch import WHOLE, Batch, Share
+from megagraph.data.coarsen import Coarsening
+from megagraph.data.graph import Graph
+from megagraph.data.structure import BiasChannels, DistanceBuckets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SuperRows:
+    """Features float32 [Q, d_in] and degrees int64 [Q] of rows, row q that of part q % P; the row of every
+    super node [b, N_s - G], -1 = masked."""
+
+    features: np.ndarray
+    degrees: np.ndarray
+    rows: np.ndarray
+
+
+class Builder(ABC):
+    """What both kinds of batches share."""
+
+    num_regular: int  # N'
+    sequence_nodes: int  # N
+    samples = 1  # sequences of a target
+
+    def __init__(self, graph: Graph, coarsening: Coarsening, structure: BiasChannels | DistanceBuckets) -> None:
+        self.graph = graph
+        self.coarsening = coarsening
+        self.structure = structure
+        members = np.bincount(coarsening.membership)
+        degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr)) / members
+        self._super_degrees = rounded(degrees)
+
+    def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> SuperRows:
+        """Features and degrees of the super nodes [b, N_s - G] beside the regular nodes [b, N']."""
+        return SuperRows(features=self.coarsening.features, degrees=self._super_degrees, rows=supers)
+
+    def num_bytes(self, batch_size: int, share: Share) -> int:
+        """The most that a rank's share of a batch of so many targets (ego) or sequences (cluster) takes.
+
+        Raises:
+            ValueError: its channels take more than ``structure.MAX_CHANNEL_BYTES``.
+        """
+        num_super = self.sequence_nodes - self.num_regular
+        layout = NodeLayout(self.num_regular, num_super, share.cp_rank, share.cp)
+        num_runs = share.dp * share.num_microbatches
+        num_sequences = -(-batch_size * self.samples // num_runs) * share.num_microbatches
+        row_bytes = 4 * self.graph.in_features + 5 * 8  # features; degrees, ids, index, labels, targets
+        rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
+        return self.structure.num_bytes(num_sequences, layout) + rest
+
+    @abstractmethod
+    def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
+        """What the batches of an epoch, in which the labels of ``nodes`` count, are built from; ``rng`` shuffles."""
+
+    @abstractmethod
+    def build(self, item: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE) -> Batch:
+        """One batch from an item of the plan; labels of nodes outside ``label_mask`` [V] do not count."""
+
+    @property
+    def num_rows(self) -> int:
+        """Nodes and super nodes."""
+        return self.graph.num_nodes + self.coarsening.num_parts
+
+    def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray, share: Share) -> Batch:
+        """The share of regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G] and labels [B, T]."""
+        num_targets = int((labels >= 0).sum())
+        num_super = supers.shape[1] + self.structure.global_tokens
+        layout = NodeLayout(regular.shape[1], num_super, share.cp_rank, share.cp)
+        block = slice(layout.block().start, layout.block().stop)
+
+        num_microbatches = share.num_microbatches
+        num_sequences = -(-len(regular) // (share.dp * num_microbatches)) * num_microbatches
+        ids = share.dp_rank * num_sequences + np.arange(num_sequences)
+        empty = ids >= len(regular)
+        sequences = np.where(empty, 0, ids)
+        regular, supers, labels = regular[sequences], supers[sequences], labels[sequences]
+        regular[empty] = labels[empty] = -1
+
+        padding = np.zeros((num_sequences, layout.num_columns), bool)
+        padding[:, : layout.num_nodes] = regular < 0
+        super_rows = self._super_nodes(regular, supers)
+        supers = np.where(super_rows.rows < 0, -1, supers)
+        padding[:, layout.num_nodes : layout.num_nodes + supers.shape[1]] = supers < 0
+        if share.embeds:
+            tables = self._row_tables(regular[:, block], super_rows, empty, layout, num_microbatches)
+        else:
+            no_ids = torch.empty(0, dtype=torch.int64)
+            tables = (torch.empty(0, self.graph.in_features), no_ids, no_ids, no_ids)
+        features, degrees, node_ids, node_index = tables
+        return Batch(
+            features=features,
+            degrees=degrees,
+            node_ids=node_ids,
+            node_index=node_index,
+            structure=self.structure.build(regular, supers, layout),
+            key_padding_mask=torch.from_numpy(padding),
+            # only T slots have labels: a block beyond them slices nothing
+            labels=torch.from_numpy(np.ascontiguousarray(labels[:, block])),
+            target_nodes=torch.from_numpy(np.ascontiguousarray(regular[:, : labels.shape[1]][:, block])),
+            sequence_ids=torch.from_numpy(ids),
+            layout=layout,
+            num_targets=num_targets,
+        )
+
+    def _row_tables(
+        self, block: np.ndarray, supers: SuperRows, empty: np.ndarray, layout: NodeLayout, num_microbatches: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A rank's regular nodes [b, <= R] and super nodes, empty sequences [b] -> features, degrees, ids, node_index.
+
+        The features are as wide as those of super nodes: a learned embedding has none.
+        """
+        # one numbering for both: nodes first, then super nodes
+        num_nodes = self.graph.num_nodes
+        slots = np.full((len(block), layout.block_size + supers.rows.shape[1]), -1)
+        slots[:, : block.shape[1]] = block
+        slots[:, layout.block_size :] = np.where(supers.rows < 0, -1, supers.rows + num_nodes)
+        padding = slots < 0
+        tables, indices, used = [], [], []
+        for run, ignored in zip(
+            *(np.split(x, num_microbatches) for x in (slots, padding | empty[:, None])), strict=True
+        ):
+            # padding takes a row that is there anyway
+            rows, index = np.unique(np.where(run < 0, max(run.max(), 0), run), return_inverse=True)
+            tables.append(rows)
+            indices.append(index.reshape(run.shape))
+            used.append(np.zeros(len(rows), bool))
+            used[-1][indices[-1][~ignored]] = True
+        node_index = np.concatenate(indices)
+        node_index[padding] = 0
+        num_rows = max(map(len, tables))
+        features = torch.empty(num_microbatches, num_rows, supers.features.shape[1])
+        degrees = torch.zeros(num_microbatches, num_rows, dtype=torch.int64)
+        node_ids = torch.full((num_microbatches, num_rows), -1)
+        for table, row_degrees, ids, rows, real in zip(features, degrees, node_ids, tables, used, strict=True):
+            nodes, super_rows = np.split(rows, [np.searchsorted(rows, num_nodes)])
+            super_rows -= num_nodes
+            self.graph.read_features(nodes, table[: len(nodes)].numpy())
+            table[len(nodes) : len(rows)] = torch.from_numpy(supers.features[super_rows])
+            table[len(rows) :] = 0
+            degrees_of = [self.graph.indptr[nodes + 1] - self.graph.indptr[nodes], supers.degrees[super_rows]]
+            row_degrees[: len(rows)] = torch.from_numpy(np.concatenate(degrees_of))
+            parts = super_rows % self.coarsening.num_parts
+            # what only empty sequences hold is not read: how many there are depends on the layout
+            ids[: len(rows)] = torch.from_numpy(np.where(real, np.concatenate([nodes, num_nodes + parts]), -1))
+        return features.flatten(0, 1), degrees.flatten(), node_ids.flatten(), torch.from_numpy(node_index)
+
+
+def rounded(degrees: np.ndarray) -> np.ndarray:
+    """To int64."""
+    return np.rint(degrees).astype(np.int64)

@@ -1,0 +1,55 @@
+"""Ego batches: a sequence is one target node and its sampled surroundings."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megagraph.data.batch import WHOLE, Batch, Share
+from megagraph.data.build import Builder
+from megagraph.data.coarsen import Coarsening, nearest_parts
+from megagraph.data.graph import Graph
+from megagraph.data.options import BatchOptions
+from megagraph.data.sample import Pagerank, sample_neighbors
+from megagraph.data.structure import BiasChannels, DistanceBuckets
+
+
+class EgoBatches(Builder):
+    """ANS-GT's batches: a sequence is one target, k = ``sample_nodes`` neighbours, super nodes, global tokens.
+
+    The super nodes are the target's own, and of the others those with the largest entries in its row of the coarse
+    adjacency; masked where there are fewer. A batch holds ``samples`` sequences of every target, those of one
+    target in a row. N = 1 + k + N_s.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        coarsening: Coarsening,
+        structure: BiasChannels | DistanceBuckets,
+        pagerank: Pagerank,
+        options: BatchOptions,
+    ) -> None:
+        super().__init__(graph, coarsening, structure)
+        self.pagerank = pagerank
+        self.samples = options.samples
+        self.num_regular = 1 + options.sample_nodes
+        self.sequence_nodes = self.num_regular + options.num_super
+        self._nearest = nearest_parts(coarsening.adjacency, options.num_super - options.global_tokens)
+
+    def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
+        """Targets of every batch of an epoch: ``nodes`` in order, or shuffled by ``rng``."""
+        order = nodes if rng is None else rng.permutation(nodes)
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    def build(
+        self, targets: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
+    ) -> Batch:
+        """One batch for the targets [B]; labels of nodes outside ``label_mask`` [V] do not count.
+
+        Neighbours are drawn for all targets, so that every share is of the same batch.
+        """
+        sampled = sample_neighbors(self.pagerank(targets), self.samples, self.num_regular - 1, rng)
+        targets = np.repeat(targets, self.samples)[:, None]
+        regular = np.concatenate([targets, sampled.reshape(len(targets), -1)], axis=1)
+        supers = self._nearest[self.coarsening.membership[targets[:, 0]]]
+        return self._batch(regular, supers, np.where(label_mask[targets], self.graph.labels[targets], -1), share)

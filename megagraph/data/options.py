@@ -1,0 +1,66 @@
+"""What is chosen of batches, whatever the graph."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+SEQUENCE_ALIGNMENT = 128
+_CLUSTER_SUPER_NODES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How sequences are made of a graph; paper symbols in brackets.
+
+    Args:
+        batching: ``"ego"`` (``EgoBatches``) or ``"cluster"`` (``ClusterBatches``).
+        bias: ``"projected"`` (``BiasChannels``) or ``"bucket"`` (``DistanceBuckets``).
+        channels, channel_dtype: of a projected bias: powers of the adjacency, and the dtype they come in.
+        max_distance: of a bucket bias: largest distance with a bucket of its own.
+        global_tokens: G, at the end of every sequence.
+        sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
+        super_ratio: of ego batches: super nodes of the coarsened graph per node.
+        sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
+        super_nodes: of a sequence, with the global tokens; ``num_super`` has the default.
+
+    Raises:
+        ValueError: a value that no batch can have.
+    """
+
+    batching: Literal["ego", "cluster"] = "ego"
+    bias: Literal["projected", "bucket"] = "projected"
+    channels: int = 6
+    channel_dtype: torch.dtype = torch.float32
+    max_distance: int = 5
+    global_tokens: int = 1
+    sample_nodes: int = 14
+    samples: int = 8
+    super_ratio: float = 0.1
+    sequence_nodes: int = 1024
+    super_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("batching", ("ego", "cluster")), ("bias", ("projected", "bucket"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
+        names = ("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes")
+        for low, name in (*((1, name) for name in names), (0, "global_tokens")):
+            if not low <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0.0 < self.super_ratio <= 1.0:
+            raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
+        if self.batching == "cluster" and self.sequence_nodes % SEQUENCE_ALIGNMENT:
+            raise ValueError(f"sequence_nodes must be a multiple of {SEQUENCE_ALIGNMENT}, got {self.sequence_nodes}")
+        if self.num_super <= self.global_tokens:
+            raise ValueError(f"super_nodes must be above global_tokens = {self.global_tokens}, got {self.num_super}")
+
+    @property
+    def num_super(self) -> int:
+        """Super nodes of a sequence, with the global tokens [N_s]."""
+        if self.super_nodes is not None:
+            return self.super_nodes
+        return self.global_tokens + 1 if self.batching == "ego" else _CLUSTER_SUPER_NODES

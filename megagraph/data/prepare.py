@@ -1,0 +1,65 @@
+"""From a graph to its batches: all that is computed once per graph."""
+
+from __future__ import annotations
+
+from megagraph.data.cluster import ClusterBatches
+from megagraph.data.coarsen import Coarsening, coarsen, merge, partition, quotient
+from megagraph.data.ego import EgoBatches
+from megagraph.data.graph import Graph
+from megagraph.data.options import BatchOptions
+from megagraph.data.sample import Pagerank
+from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
+
+_CLUSTER_NODES = 300  # and fewer in short sequences: some eight make one
+_COARSE_EDGES = 32  # of a super node of cluster batches
+
+
+def prepare(
+    graph: Graph,
+    options: BatchOptions,
+    *,
+    scope: Scope = "auto",
+    cluster_size: int | None = None,
+    together: float = 0.5,
+) -> EgoBatches | ClusterBatches:
+    """Super nodes, neighbours or clusters, and the tables of the bias.
+
+    Args:
+        scope: of the powers of the adjacency (``AdjacencyPowers``).
+        cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
+        together: how clusters are packed (``ClusterBatches``).
+    """
+    if options.batching == "ego":
+        coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * options.super_ratio))))
+        structure = _structure(graph, coarsening, options, scope)
+        # samples of one target differ only if there are clearly more candidates than are drawn
+        pagerank = Pagerank(graph, max_candidates=max(128, 4 * options.sample_nodes))
+        return EgoBatches(graph, coarsening, structure, pagerank, options)
+    if cluster_size is None:
+        cluster_size = min(_CLUSTER_NODES, max(1, options.sequence_nodes // 8))
+    if cluster_size < 1:
+        raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
+    clusters = partition(graph, -(-graph.num_nodes // cluster_size))
+    edges = quotient(graph, clusters)
+    supers, between = merge(clusters, edges, options.num_super - options.global_tokens)
+    coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
+    structure = _structure(graph, coarsening, options, scope)
+    return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
+
+
+def _structure(
+    graph: Graph, coarsening: Coarsening, options: BatchOptions, scope: Scope
+) -> BiasChannels | DistanceBuckets:
+    if options.bias == "bucket":
+        return DistanceBuckets(
+            graph, coarsening, max_distance=options.max_distance, global_tokens=options.global_tokens
+        )
+    return BiasChannels(
+        graph,
+        coarsening,
+        num_powers=options.channels,
+        global_tokens=options.global_tokens,
+        scope=scope,
+        own_super=options.batching == "cluster",
+        dtype=options.channel_dtype,
+    )
