@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from megagraph.config import TrainConfig
-from megagraph.data.cluster import ClusterBatches
-from megagraph.data.ego import EgoBatches
+from megagraph.data.build import Builder
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
@@ -29,7 +28,7 @@ _FIXED = {"num_microbatches": "microbatches", "schedule": "schedule", "checkpoin
 def measure(
     config: TrainConfig,
     graph: Graph,
-    builder: EgoBatches | ClusterBatches,
+    builder: Builder,
     train_nodes: np.ndarray,
     device: torch.device,
     *,

@@ -1,4 +1,7 @@
-"""One typed configuration of a training run; the command line's flags are its fields."""
+"""One typed configuration of a training run; the command line's flags are its fields.
+
+A default that belongs to a model or to batches is written there.
+"""
 
 from __future__ import annotations
 
@@ -256,15 +259,15 @@ class TrainConfig:
     ) -> ModelConfig:
         """The model to train on data of these sizes."""
         data = {"in_features": in_features, "num_classes": num_classes, "bias_size": bias_size}
-        return ModelConfig(**self._of(ModelConfig, bias=self.bias_form, graph_checksum=graph_checksum, **data))
+        return ModelConfig(**self._fields_of(ModelConfig, bias=self.bias_form, graph_checksum=graph_checksum, **data))
 
     @property
     def batch_options(self) -> BatchOptions:
         """The batches to train on."""
         channel_dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
-        return BatchOptions(**self._of(BatchOptions, bias=self.bias_form, channel_dtype=channel_dtype))
+        return BatchOptions(**self._fields_of(BatchOptions, bias=self.bias_form, channel_dtype=channel_dtype))
 
-    def _of(self, kind: type[BatchOptions] | type[ModelConfig], **given: Any) -> dict[str, Any]:
+    def _fields_of(self, kind: type[BatchOptions] | type[ModelConfig], **given: Any) -> dict[str, Any]:
         """All fields of ``kind``: those given, and the others as they are here."""
         return {field.name: getattr(self, field.name) for field in fields(kind) if field.name not in given} | given
 

@@ -17,9 +17,7 @@ from megagraph import files
 from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, Share
 from megagraph.data.build import Builder
-from megagraph.data.cluster import ClusterBatches
 from megagraph.data.datasets import load_graph
-from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import Graph, Split, random_split
 from megagraph.data.loader import Loader
 from megagraph.data.prepare import prepare
@@ -34,7 +32,7 @@ from megagraph.planner.plan import Plan
 from megagraph.run import Run, fill
 
 
-def batches(config: TrainConfig, graph: Graph) -> EgoBatches | ClusterBatches:
+def batches(config: TrainConfig, graph: Graph) -> Builder:
     """All that is computed once per graph."""
     if config.embedding == "learned":
         graph = replace(graph, features=graph.features[:, :0])  # nobody reads them

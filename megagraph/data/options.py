@@ -12,7 +12,7 @@ SEQUENCE_ALIGNMENT = 128
 _CLUSTER_SUPER_NODES = 64
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: TrainConfig has these defaults from the class
 class BatchOptions:
     """How sequences are made of a graph; paper symbols in brackets.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.coarsen import Coarsening, coarsen, merge, partition, quotient
 from megagraph.data.ego import EgoBatches
@@ -21,7 +22,7 @@ def prepare(
     scope: Scope = "auto",
     cluster_size: int | None = None,
     together: float = 0.5,
-) -> EgoBatches | ClusterBatches:
+) -> Builder:
     """Super nodes, neighbours or clusters, and the tables of the bias.
 
     Args:

@@ -12,7 +12,7 @@ from megagraph.data.options import BatchOptions
 _AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 24}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: TrainConfig has these defaults from the class
 class ModelConfig:
     """A graph transformer; paper symbols in brackets.
 
