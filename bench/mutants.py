@@ -50,7 +50,7 @@ AREAS = {
     ),
     "megagraph/parallel": ("pipeline", "replicate", "embedding"),
     "megagraph/planner": ("workload", "terms", "seconds", "memory", "cost", "search", "split", "schedule"),
-    "megagraph": ("epochs", "checkpoint", "run", "files"),
+    "megagraph": ("epochs", "checkpoint", "state", "run", "weights", "files"),
 }
 STEPS = ("tests/attention/test_step.py", "tests/attention/test_operator.py", "tests/attention/test_checks.py")
 PLANS = ("tests/planner/test_cost.py", "tests/planner/test_search.py", "tests/planner/test_schedule.py")
@@ -293,7 +293,7 @@ DRAWN = (
         'if not isinstance(manifest["progress"], dict) or not isinstance(manifest["files"], dict):',
         "if not isinstance(manifest[\"progress\"], dict) or isinstance(manifest['files'], dict):",
     ),
-    Mutant("load", "megagraph/checkpoint.py", "if not isinstance(value, Tensor):", "if isinstance(value, Tensor):"),
+    Mutant("load", "megagraph/state.py", "if not isinstance(value, Tensor):", "if isinstance(value, Tensor):"),
     Mutant("make_pipeline", "megagraph/epochs.py", "stage.to(device, config.parameter_dtype)", "pass"),
     Mutant(
         "_names",

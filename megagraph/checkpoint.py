@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -43,59 +43,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
 from megagraph import files
 from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, rank, world_size
-from megagraph.parallel.pipeline import Pipeline
+from megagraph.state import check_finite
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
 
 _METADATA = "metadata.json"
 _TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
 _FILES = {_METADATA, "metrics.jsonl", "model.safetensors", "begun.json", "manifest.json", "committed"}
-
-
-class TrainingState:
-    """Parameters and optimizer state of a rank by their names in the whole model.
-
-    Tensors are the live ones, no copies: what is loaded into them is loaded.
-    """
-
-    def __init__(self, pipeline: Pipeline, optimizers: list[torch.optim.Optimizer]) -> None:
-        self.pipeline, self.optimizers = pipeline, optimizers
-
-    def _optimizer_state(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Name, parameter and state; an optimizer without any makes it."""
-        table = self.pipeline.table
-        names = {parameter: name for name, parameter in self.pipeline.named_parameters().items()}
-        if table is not None:
-            names[table.weight] = "node_table"
-        for optimizer in self.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if not optimizer.state:
-                _make_state(optimizer, parameters)
-            for parameter in parameters:
-                yield names[parameter], parameter, optimizer.state[parameter]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of it; a number, such as the steps that SparseAdam has made, as a tensor."""
-        table = self.pipeline.table
-        tensors = {f"parameters.{name}": x for name, x in self.pipeline.state_dict().items()}
-        for name, parameter, values in self._optimizer_state():
-            for key, x in values.items():
-                x = x if isinstance(x, Tensor) else torch.tensor(x)
-                if table is not None and parameter is table.weight and x.ndim:
-                    x = table.whole(x)
-                tensors[f"optimizer.{name}.{key}"] = x
-        return tensors
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take the numbers from what was loaded into ``tensors()``; the rest is there already."""
-        for name, _, values in self._optimizer_state():
-            for key, value in values.items():
-                if not isinstance(value, Tensor):
-                    values[key] = type(value)(tensors[f"optimizer.{name}.{key}"].item())
 
 
 class Checkpoints:
@@ -257,7 +214,7 @@ class Checkpoints:
                 raise FileNotFoundError(
                     f"{folder}, made by rank 0, is not there; put the run on a file system that all share"
                 )
-            _check_finite(tensors)
+            check_finite(tensors)
 
         def commit() -> None:
             content = {"run": self._run, "data": self._data, "config": self._config}
@@ -404,33 +361,6 @@ def _errors_of(folder: Path) -> Iterator[None]:
     except CheckpointException as error:  # a BaseException, which nobody expects
         failed, (cause, _) = min(error.failures.items())
         raise OSError(f"{folder} (rank {failed}): {cause}") from error
-
-
-def _make_state(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """An optimizer makes its tensors in its first step: one that changes nothing and does not count."""
-    sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    for parameter in parameters:
-        empty = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
-        parameter.grad = empty if sparse else torch.zeros_like(parameter)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in parameters:
-        optimizer.state[parameter]["step"] *= 0
-
-
-def _check_finite(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if own.numel() and own.is_floating_point() and not torch.stack(own.aminmax()).isfinite().all():
-            raise FloatingPointError(
-                f"{name} is not finite, and a checkpoint of it would be of no use; "
-                "go on from an earlier one with a lower --learning-rate"
-            )
 
 
 def _is_ours(name: str) -> bool:

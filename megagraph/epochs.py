@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
-from megagraph.checkpoint import Checkpoints, TrainingState
+from megagraph.checkpoint import Checkpoints
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.batch import Batch, Share
 from megagraph.data.build import Builder
@@ -46,6 +46,7 @@ from megagraph.parallel.replicate import clip_gradients, gather_tensors, replica
 from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
 from megagraph.run import EpochLine, Run, State
+from megagraph.state import TrainingState
 from megagraph.timeline import STEP, recorder
 
 

@@ -29,7 +29,8 @@ from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
-from megagraph.run import Run, fill
+from megagraph.run import Run
+from megagraph.weights import fill
 
 
 def batches(config: TrainConfig, graph: Graph) -> Builder:

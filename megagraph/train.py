@@ -42,7 +42,8 @@ from megagraph.parallel.mesh import (
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.stop import Stop
 from megagraph.planner.plan import Plan
-from megagraph.run import Run, State, fill, read_weights, restarted
+from megagraph.run import Run, State, restarted
+from megagraph.weights import fill, read_weights
 
 
 @dataclass(frozen=True, kw_only=True)

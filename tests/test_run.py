@@ -22,7 +22,8 @@ from megagraph import epochs
 from megagraph.config import AUTO
 from megagraph.data.store import write_store
 from megagraph.lock import Lock
-from megagraph.run import Run, fill
+from megagraph.run import Run
+from megagraph.weights import fill
 from tests.checkpoint_cases import config, graph, outcome, stop_at
 from tests.processes import Command
 
