@@ -42,9 +42,21 @@ DAMAGES, NUMBERS, INPUTS, START_EVERY = 1000, 200, 2000, 20
 STOPPED = 75  # by its time limit
 UNKNOWN_SECONDS = {"profile": 30.0}  # of commands that only bad input is given to; others take 2
 WEIGHTS = {
-    "resume": 5, "auto": 4, "again": 2, "train": 5, "weights": 1, "predict": 5, "info": 3, "import": 1, "fit": 1,
-    "search": 2, "costmodel": 1, "pareto": 1, "stages": 2, "timeline": 2,
-}  # fmt: skip
+    "resume": 5,
+    "auto": 4,
+    "again": 2,
+    "train": 5,
+    "weights": 1,
+    "predict": 5,
+    "info": 3,
+    "import": 1,
+    "fit": 1,
+    "search": 2,
+    "costmodel": 1,
+    "pareto": 1,
+    "stages": 2,
+    "timeline": 2,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,17 @@ def test_operator(dtype, D, form, impl):
 
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         return mg.biased_attention(
-            q, k, v, bias, key_padding_mask=padding, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key,
-            return_lse=True, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            bias,
+            key_padding_mask=padding,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_key=dropout_key,
+            return_lse=True,
+            impl=impl,
+        )
 
     try:
         got = expected(problem, attend)
@@ -72,9 +80,18 @@ def test_ring(dtype, D, form, world_size, impl):
 
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         return loopback_attention(
-            q, k, v, bias, num_super=num_super, world_size=world_size, key_padding_mask=padding, scale=scale,
-            dropout_p=dropout_p, dropout_key=dropout_key, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            bias,
+            num_super=num_super,
+            world_size=world_size,
+            key_padding_mask=padding,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_key=dropout_key,
+            impl=impl,
+        )
 
     assert_matches(expected(problem, attend), problem)
 

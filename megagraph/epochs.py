@@ -369,9 +369,10 @@ class Epochs:
                 )
             return
         own = [
-            name for name, parameter in self.pipeline.named_parameters().items()
+            name
+            for name, parameter in self.pipeline.named_parameters().items()
             if parameter.grad is not None and not parameter.grad.isfinite().all()
-        ]  # fmt: skip
+        ]
         named = [name for part in all_gather(own) for name in part]
         rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
         of_features = "; its features are not finite" if any(rows) else ""

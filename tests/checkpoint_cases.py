@@ -47,9 +47,21 @@ def graph() -> Graph:
 def config(out: Path, **changes: Any) -> mg.TrainConfig:
     """Six steps an epoch, three epochs, dropout on."""
     small = dict(
-        layers=3, dim=16, ffn_dim=16, heads=2, samples=2, sample_nodes=6, channels=3, epochs=3, batch_size=10,
-        learning_rate=1e-2, device="cpu", dtype="fp64", checkpoint_every=2, out=out,
-    )  # fmt: skip
+        layers=3,
+        dim=16,
+        ffn_dim=16,
+        heads=2,
+        samples=2,
+        sample_nodes=6,
+        channels=3,
+        epochs=3,
+        batch_size=10,
+        learning_rate=1e-2,
+        device="cpu",
+        dtype="fp64",
+        checkpoint_every=2,
+        out=out,
+    )
     return mg.TrainConfig(**(small | changes))
 
 

@@ -92,9 +92,18 @@ def test_a_run_measures_searches_and_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "measure", functools.partial(auto.measure, seconds=1.0, cache=tmp_path / "cache"))
     graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16)
     config = mg.TrainConfig(
-        plan="auto", layers=2, dim=16, ffn_dim=16, heads=4, batch_size=16, samples=2, sample_nodes=5, epochs=1,
-        max_steps=3, out=tmp_path / "run",
-    )  # fmt: skip
+        plan="auto",
+        layers=2,
+        dim=16,
+        ffn_dim=16,
+        heads=4,
+        batch_size=16,
+        samples=2,
+        sample_nodes=5,
+        epochs=1,
+        max_steps=3,
+        out=tmp_path / "run",
+    )
     summary = mg.Trainer(config).fit(graph)
     assert mg.Plan.load(tmp_path / "run" / "plan.json") == mg.Plan(layers=(2,))
     written = json.loads((tmp_path / "run" / "summary.json").read_text())

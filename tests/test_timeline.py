@@ -43,10 +43,17 @@ def write_traces(folder: Path, spans=KNOWN) -> Path:
     for rank, own in spans.items():
         base, cats = rank * 500_000_000, {"aten::mm": "cpu_op"}
         events = [
-            dict(ph="X", cat=cats.get(name, "user_annotation"), name=name, ts=start * 1e3 - base * 1e-3,
-                 dur=(stop - start) * 1e3, pid=1, tid=1)
+            dict(
+                ph="X",
+                cat=cats.get(name, "user_annotation"),
+                name=name,
+                ts=start * 1e3 - base * 1e-3,
+                dur=(stop - start) * 1e3,
+                pid=1,
+                tid=1,
+            )
             for name, start, stop in own
-        ]  # fmt: skip
+        ]
         trace = {"baseTimeNanoseconds": base, "traceEvents": [*events, {"ph": "M", "name": "process_name"}]}
         (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
     return folder

@@ -164,11 +164,15 @@ BAD_RUNS = {
     "half a plan": (dict(pp=2), ValueError, "pp is a part of --plan auto, got 2 beside --plan 1,1,1"),
     "no memory": (dict(plan="auto", memory_gib=0.0), ValueError, "memory_gib must be above 0, got 0.0"),
     "layers of an unknown plan": (
-        dict(plan="auto", stage_layers="1,1"), ValueError, "stage_layers and stages_per_rank must not be given with",
+        dict(plan="auto", stage_layers="1,1"),
+        ValueError,
+        "stage_layers and stages_per_rank must not be given with",
     ),
     "table of an unknown plan": (dict(plan="auto", embedding="learned"), ValueError, "expected --embedding features"),
     "folder in use, plan to be found": (
-        lambda tmp_path: taken(tmp_path) | dict(plan="auto"), FileExistsError, "holds a run already",
+        lambda tmp_path: taken(tmp_path) | dict(plan="auto"),
+        FileExistsError,
+        "holds a run already",
     ),
     "plan for more processes": (dict(plan="1,2,1"), ValueError, "= 2, got 1; start them with torchrun --nproc-per-nod"),
     "stage layers": (
@@ -184,7 +188,7 @@ BAD_RUNS = {
     "sequence length": (dict(batching="cluster", sequence_nodes=100), ValueError, "multiple of 128, got 100"),
     "unwritable folder": (unwritable, OSError, "the run folder .* cannot be written: .*; pass another --out"),
     "folder in use": (taken, FileExistsError, "holds a run already; pass another --out, or remove it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_RUNS)

@@ -38,10 +38,8 @@ STAGES, WARMUP_ROUNDS, ROUNDS = 2, 2, 11
 CASES: dict[str, dict[str, Any]] = {
     "ego, projected": dict(batching="ego"),
     "cluster, bucket": dict(batching="cluster", batch_size=4, sequence_nodes=1024, super_nodes=64),
-    "cluster, projected": dict(
-        batching="cluster", batch_size=4, sequence_nodes=1024, super_nodes=64, bias="projected"
-    ),
-}  # fmt: skip
+    "cluster, projected": dict(batching="cluster", batch_size=4, sequence_nodes=1024, super_nodes=64, bias="projected"),
+}
 
 
 def builder_of(graph: Graph, changes: dict[str, Any]) -> Callable[[], Tensor]:

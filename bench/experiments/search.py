@@ -29,10 +29,19 @@ GAPS = ((6, 4), (6, 8), (8, 4))  # layers, processes
 MACHINES, REPEATS, SPREAD = 8, 5, 3.0
 WORKLOAD = Workload(batch_sequences=16, num_nodes=1024, num_super=64, num_targets=1024)
 SECONDS = {
-    "layer.call": 1e-4, "layer.product": 5e-11, "layer.element": 2e-9, "attention.call": 5e-5, "attention.score": 2e-9,
-    "attention.product": 6e-11, "attention.state": 1e-9, "embedding.product": 6e-11, "embedding.element": 1e-9,
-    "head.product": 7e-11, "optimizer.call": 1e-4, "optimizer.parameter": 1e-9,
-}  # fmt: skip
+    "layer.call": 1e-4,
+    "layer.product": 5e-11,
+    "layer.element": 2e-9,
+    "attention.call": 5e-5,
+    "attention.score": 2e-9,
+    "attention.product": 6e-11,
+    "attention.state": 1e-9,
+    "embedding.product": 6e-11,
+    "embedding.element": 1e-9,
+    "head.product": 7e-11,
+    "optimizer.call": 1e-4,
+    "optimizer.parameter": 1e-9,
+}
 LINK = {"transfer.call": 5e-5, "transfer.byte": 1e-9, "all_reduce.call": 5e-5, "all_reduce.byte": 1e-9}
 MEMORY = {"kept.key": 42.0, "kept.head_row": 4.0, "kept.embedding": 5.0, "kept.head": 8.0, "workspace.element": 16.0}
 
@@ -45,9 +54,14 @@ def machine(seed: int) -> CostModel:
         return {name: value * factor * SPREAD ** rng.uniform(-1, 1) for name, value in table.items()}
 
     return CostModel(
-        origin={"device": f"machine {seed}"}, seconds={"forward": drawn(SECONDS), "backward": drawn(SECONDS, 2.5)},
-        links={"node": drawn(LINK)}, memory=MEMORY, stall_seconds=0.0, ranges={}, held_out={},
-    )  # fmt: skip
+        origin={"device": f"machine {seed}"},
+        seconds={"forward": drawn(SECONDS), "backward": drawn(SECONDS, 2.5)},
+        links={"node": drawn(LINK)},
+        memory=MEMORY,
+        stall_seconds=0.0,
+        ranges={},
+        held_out={},
+    )
 
 
 def model(layers: int) -> ModelConfig:

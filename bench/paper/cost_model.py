@@ -52,18 +52,30 @@ NODES, IN_FEATURES, CLASSES, BUCKETS, ROUNDS, THREADS = 256, 64, 16, 8, 5, 1
 LARGE = ((8, 32, 16, 128), (8, 24, 8, 128), (4, 32, 8, 128))
 MEDIUM = ((4, 16, 8, 64), (8, 8, 8, 64), (4, 16, 8, 128), (8, 8, 4, 128), (2, 32, 8, 128))
 TARGETS = {
-    "random third: time MAPE": ("<=", 0.10), "random third: R^2 of log time": (">=", 0.96),
-    "l >= 24: time MAPE": ("<=", 0.15), "d = 128: time MAPE": ("<=", 0.20),
-    "random third: memory MAPE": ("<=", 0.0337), "random third: memory R^2": (">=", 0.994),
+    "random third: time MAPE": ("<=", 0.10),
+    "random third: R^2 of log time": (">=", 0.96),
+    "l >= 24: time MAPE": ("<=", 0.15),
+    "d = 128: time MAPE": ("<=", 0.20),
+    "random third: memory MAPE": ("<=", 0.0337),
+    "random third: memory R^2": (">=", 0.994),
     "process USS: MAPE": ("<=", 0.15),
-}  # fmt: skip
+}
 
 
 def point(sequences: int, layers: int, heads: int, dim: int) -> Point:
     config = ModelConfig(
-        in_features=IN_FEATURES, num_classes=CLASSES, layers=layers, dim=dim, ffn_dim=dim, heads=heads,
-        bias="bucket", bias_size=BUCKETS, dropout=0.1, input_dropout=0.1, attention_dropout=0.1,
-    )  # fmt: skip
+        in_features=IN_FEATURES,
+        num_classes=CLASSES,
+        layers=layers,
+        dim=dim,
+        ffn_dim=dim,
+        heads=heads,
+        bias="bucket",
+        bias_size=BUCKETS,
+        dropout=0.1,
+        input_dropout=0.1,
+        attention_dropout=0.1,
+    )
     return Point(sequences=sequences, nodes=NODES, config=config, targets=NODES - 1, feature_rows=sequences * NODES)
 
 

@@ -63,10 +63,14 @@ class EagerLayer(nn.Module):
     def take(self, layer: nn.Module) -> None:
         attention = layer.attention
         pairs = [
-            (self.attention_norm, layer.attention_norm), (self.ffn_norm, layer.ffn_norm), (self.ffn, layer.ffn),
-            (self.q, attention.q_proj), (self.k, attention.k_proj), (self.v, attention.v_proj),
+            (self.attention_norm, layer.attention_norm),
+            (self.ffn_norm, layer.ffn_norm),
+            (self.ffn, layer.ffn),
+            (self.q, attention.q_proj),
+            (self.k, attention.k_proj),
+            (self.v, attention.v_proj),
             (self.out, attention.out_proj),
-        ]  # fmt: skip
+        ]
         for mine, other in pairs:
             mine.load_state_dict(other.state_dict())
         self.bias.weight.data.copy_(layer.bias_weight)

@@ -53,10 +53,24 @@ MIB = 2**20
 
 def config_of(split: str, schedule: str) -> TrainConfig:
     return TrainConfig(
-        batching="cluster", layers=24, dim=128, ffn_dim=128, heads=8, dropout=0.1, input_dropout=0.1,
-        attention_dropout=0.1, batch_size=4, sequence_nodes=256, super_nodes=32, seed=0, device="cpu",
-        plan=f"{STAGES},1,1", stage_layers=split, microbatches=4, schedule=schedule,
-    )  # fmt: skip
+        batching="cluster",
+        layers=24,
+        dim=128,
+        ffn_dim=128,
+        heads=8,
+        dropout=0.1,
+        input_dropout=0.1,
+        attention_dropout=0.1,
+        batch_size=4,
+        sequence_nodes=256,
+        super_nodes=32,
+        seed=0,
+        device="cpu",
+        plan=f"{STAGES},1,1",
+        stage_layers=split,
+        microbatches=4,
+        schedule=schedule,
+    )
 
 
 class LiveBytes(TorchDispatchMode):
@@ -151,13 +165,24 @@ def measure(split: str, schedule: str) -> tuple[list[dict[str, Any]], list[float
         stages = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(STAGES)]
     rows = []
     for stage, result in enumerate(stages):
-        rows.append({
-            "split": split, "schedule": schedule, "stage": stage,
-            "peak_bytes": result["peak_bytes"], "resident_bytes": result["resident_bytes"],
-            "batch_bytes": result["batch_bytes"], "state_bytes": result["state_bytes"],
-            "step_seconds": result["seconds"], "median": float(np.median(result["seconds"])),
-            "N": 288, "B": 4, "num_microbatches": 4, "dtype": "fp32", "unit": "s",
-        })  # fmt: skip
+        rows.append(
+            {
+                "split": split,
+                "schedule": schedule,
+                "stage": stage,
+                "peak_bytes": result["peak_bytes"],
+                "resident_bytes": result["resident_bytes"],
+                "batch_bytes": result["batch_bytes"],
+                "state_bytes": result["state_bytes"],
+                "step_seconds": result["seconds"],
+                "median": float(np.median(result["seconds"])),
+                "N": 288,
+                "B": 4,
+                "num_microbatches": 4,
+                "dtype": "fp32",
+                "unit": "s",
+            }
+        )
     peaks, resident = (", ".join(f"{row[name] / MIB:.1f}" for row in rows) for name in ("peak_bytes", "resident_bytes"))
     seconds = rows[0]["step_seconds"]
     print(f"{schedule}, {split}: peak {peaks} MiB; resident + {resident} MiB", end="; ")

@@ -53,9 +53,20 @@ from megagraph.planner.plan import Plan
 RANKS, LAYERS, SEQUENCES = 2, 8, 16
 ROUNDS, FINAL_ROUNDS, PROFILE_SECONDS = 9, 15, 60.0
 CONFIG = TrainConfig(
-    batching="cluster", layers=LAYERS, dim=128, ffn_dim=128, heads=4, dropout=0.1, input_dropout=0.1,
-    attention_dropout=0.1, batch_size=SEQUENCES, sequence_nodes=256, super_nodes=16, seed=0, device="cpu",
-)  # fmt: skip
+    batching="cluster",
+    layers=LAYERS,
+    dim=128,
+    ffn_dim=128,
+    heads=4,
+    dropout=0.1,
+    input_dropout=0.1,
+    attention_dropout=0.1,
+    batch_size=SEQUENCES,
+    sequence_nodes=256,
+    super_nodes=16,
+    seed=0,
+    device="cpu",
+)
 PLANS = (
     Plan(dp=2, layers=(LAYERS,)),
     Plan(cp=2, layers=(LAYERS,)),
@@ -89,9 +100,10 @@ class Bench:
         mesh = self._meshes[degrees]
         torch.manual_seed(0)
         model_config = config.model_config(
-            in_features=self.graph.in_features, num_classes=self.graph.num_classes,
+            in_features=self.graph.in_features,
+            num_classes=self.graph.num_classes,
             bias_size=self.builder.structure.size,
-        )  # fmt: skip
+        )
         model = HierarchicalGT(model_config, mesh=None if mesh is None else mesh["cp"])
         pipeline = make_pipeline(model, plan, mesh, DEVICE, config)
         pipeline.train()
@@ -126,11 +138,13 @@ def predict(cost: CostModel, plans: tuple[Plan, ...]) -> list[dict[str, Any]]:
     return [
         asdict(plan)
         | {
-            "name": str(plan), "predicted_seconds": cost.step_seconds(model, plan, workload),
-            "predicted_bytes": tensors.memory_bytes(model, plan, workload), "unit": "s",
+            "name": str(plan),
+            "predicted_seconds": cost.step_seconds(model, plan, workload),
+            "predicted_bytes": tensors.memory_bytes(model, plan, workload),
+            "unit": "s",
         }
         for plan in plans
-    ]  # fmt: skip
+    ]
 
 
 def _worker(rank: int, folder: str) -> None:
@@ -197,10 +211,13 @@ def judge() -> None:
         "spread, median of (max - min) / median": float(np.median(np.ptp(samples, axis=1) / measured)),
     }
     bounds = {
-        "plans": (">=", 25.0), "shortest step, seconds": (">=", 0.5),
-        "Spearman of predicted and measured": (">=", min(CORRELATION, rho - SLACK)), "MAPE": ("<=", MAPE),
-        "chosen / best of the top five": ("<=", REGRET), "largest error of peak memory": ("<=", MEMORY_ERROR),
-    }  # fmt: skip
+        "plans": (">=", 25.0),
+        "shortest step, seconds": (">=", 0.5),
+        "Spearman of predicted and measured": (">=", min(CORRELATION, rho - SLACK)),
+        "MAPE": ("<=", MAPE),
+        "chosen / best of the top five": ("<=", REGRET),
+        "largest error of peak memory": ("<=", MEMORY_ERROR),
+    }
     for row, seconds, error in sorted(zip(rows, measured, memory, strict=True), key=lambda entry: entry[1]):
         print(f"{row['predicted_seconds']:.3f} {seconds:.3f} s, memory {error:+.1%}  {row['name']}")
     for name, value in found.items():

@@ -22,16 +22,32 @@ from megagraph.attention.step import Gradients, State, Step
 
 @overload
 def biased_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *,
-    key_padding_mask: Tensor | None = ..., scale: float | None = ..., dropout_p: float = ...,
-    dropout_key: Tensor | None = ..., return_lse: Literal[False] = ..., impl: Impl | None = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = ...,
+    *,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    dropout_key: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    impl: Impl | None = ...,
+) -> Tensor: ...
 @overload
 def biased_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *,
-    key_padding_mask: Tensor | None = ..., scale: float | None = ..., dropout_p: float = ...,
-    dropout_key: Tensor | None = ..., return_lse: Literal[True], impl: Impl | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = ...,
+    *,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    dropout_key: Tensor | None = ...,
+    return_lse: Literal[True],
+    impl: Impl | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def biased_attention(
     q: Tensor,
     k: Tensor,

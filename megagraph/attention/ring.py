@@ -45,18 +45,38 @@ Comm = Literal["ring", "allgather"]
 
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *, layout: NodeLayout,
-    mesh: DeviceMesh | None = ..., comm: Comm = ..., key_padding_mask: Tensor | None = ...,
-    scale: float | None = ..., dropout_p: float = ..., dropout_key: Tensor | None = ...,
-    return_lse: Literal[False] = ..., impl: Impl | None = ...,
-) -> Tensor: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = ...,
+    *,
+    layout: NodeLayout,
+    mesh: DeviceMesh | None = ...,
+    comm: Comm = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    dropout_key: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    impl: Impl | None = ...,
+) -> Tensor: ...
 @overload
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Bias | Tensor | None = ..., *, layout: NodeLayout,
-    mesh: DeviceMesh | None = ..., comm: Comm = ..., key_padding_mask: Tensor | None = ...,
-    scale: float | None = ..., dropout_p: float = ..., dropout_key: Tensor | None = ...,
-    return_lse: Literal[True], impl: Impl | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = ...,
+    *,
+    layout: NodeLayout,
+    mesh: DeviceMesh | None = ...,
+    comm: Comm = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    dropout_key: Tensor | None = ...,
+    return_lse: Literal[True],
+    impl: Impl | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -141,9 +141,14 @@ def search(
 
     def job() -> None:
         model, workload, result = run_search(
-            CostModel.load(cost), world_size, memory_gib * 2**30, batch_sequences, layers, strict,
+            CostModel.load(cost),
+            world_size,
+            memory_gib * 2**30,
+            batch_sequences,
+            layers,
+            strict,
             dict(pp=pp, cp=cp, dp=dp, num_microbatches=microbatches, schedule=schedule),
-        )  # fmt: skip
+        )
         print(table(result))
         if explain is not None:
             print(explanation(model, workload, result, explain))

@@ -40,17 +40,32 @@ FIELDS = {
     "head": ("sequences", "dim", "num_classes", "targets", "direction", "seconds"),
     "attention": ("sequences", "rows", "columns", "dim", "heads", "bias", "bias_size", "direction", "seconds"),
     "ring": (
-        "sequences", "num_nodes", "num_super", "ranks", "dim", "heads", "bias", "bias_size", "direction", "seconds",
+        "sequences",
+        "num_nodes",
+        "num_super",
+        "ranks",
+        "dim",
+        "heads",
+        "bias",
+        "bias_size",
+        "direction",
+        "seconds",
     ),
     "optimizer": ("parameters", "seconds"),
     "transfer": ("bytes", "link", "seconds"),
     "all_reduce": ("bytes", "ranks", "link", "seconds"),
     "stall": ("seconds",),
     "memory": (
-        *_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "kept_bytes", "peak_bytes",
+        *_SHAPE,
+        "in_features",
+        "num_classes",
+        "feature_rows",
+        "global_tokens",
+        "kept_bytes",
+        "peak_bytes",
     ),
     "process": (*_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "process_bytes"),
-}  # fmt: skip
+}
 """Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
 ``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages."""
 

@@ -115,10 +115,19 @@ def run_ring(impl: str, comm: Comm, num_super: int, num_nodes: int, world_size: 
         bias = problem.bias.rows(rows.clamp(min=0))
         learned = [bias.learned.detach().requires_grad_()]
     out, lse = mg.ring_attention(
-        q, k, v, with_learned(bias, *learned) if learned else None, layout=layout, mesh=mesh,
-        key_padding_mask=problem.padding, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key,
-        return_lse=True, impl=impl, comm=comm,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        with_learned(bias, *learned) if learned else None,
+        layout=layout,
+        mesh=mesh,
+        key_padding_mask=problem.padding,
+        dropout_p=problem.dropout_p,
+        dropout_key=problem.dropout_key,
+        return_lse=True,
+        impl=impl,
+        comm=comm,
+    )
     # the gradient of a super row reaches every rank in part, as it does behind replicated rows of a model
     share = torch.ones(len(rows), dtype=q.dtype, device=q.device)
     share[layout.block_size :] = (layout.rank + 1) / (world_size * (world_size + 1) / 2)
@@ -191,10 +200,17 @@ def one_query_but_on_rank_zero(comm: Comm) -> list[Tensor]:
     rows = slice(min(layout.rank, 1))
     q, k, v, d_out = (layout.shard(x, 2) for x in (problem.q, problem.k, problem.v, problem.d_out))
     out = mg.ring_attention(
-        q[:, :, rows], k.requires_grad_(), v.requires_grad_(), problem.bias.rows(layout.local_to_global[rows]),
-        layout=layout, mesh=mesh, comm=comm, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key,
+        q[:, :, rows],
+        k.requires_grad_(),
+        v.requires_grad_(),
+        problem.bias.rows(layout.local_to_global[rows]),
+        layout=layout,
+        mesh=mesh,
+        comm=comm,
+        dropout_p=problem.dropout_p,
+        dropout_key=problem.dropout_key,
         impl=IMPLS[-1],
-    )  # fmt: skip
+    )
     return [sum_of_rows(layout, grad) for grad in torch.autograd.grad(out, [k, v], d_out[:, :, rows])]
 
 

@@ -23,11 +23,22 @@ def valid(name: str) -> dict:
     problem = make_problem("bucket", M, N, D, B=B, H=H, dtype=torch.float32, dropout_p=0.3)
     row_ids = torch.arange(M, dtype=torch.int32, device=DEVICE)
     given = dict(
-        q=problem.q, k=problem.k, v=problem.v, engine="triton" if DEVICE == "cuda" else "blocked", short=None,
-        form="bucket", data=problem.bias.index, learned=problem.bias.table, bias_mask=None,
-        key_padding_mask=problem.padding, segments=[0, 0, N], scale=0.5, dropout_p=0.3,
-        dropout_key=problem.dropout_key, row_ids=row_ids,
-    )  # fmt: skip
+        q=problem.q,
+        k=problem.k,
+        v=problem.v,
+        engine="triton" if DEVICE == "cuda" else "blocked",
+        short=None,
+        form="bucket",
+        data=problem.bias.index,
+        learned=problem.bias.table,
+        bias_mask=None,
+        key_padding_mask=problem.padding,
+        segments=[0, 0, N],
+        scale=0.5,
+        dropout_p=0.3,
+        dropout_key=problem.dropout_key,
+        row_ids=row_ids,
+    )
     out, (lse, m, l) = torch.zeros_like(problem.q), (zeros(B, H, M) for _ in range(3))
     if name == "biased_attention_backward":
         given |= dict(d_out=problem.d_out, d_lse=problem.d_lse, out=out, lse=lse, learned_grad=True)
@@ -117,9 +128,15 @@ def test_what_changes_before_backward(name, impl):
     tensors = dict(q=q, k=k, v=v, index=problem.bias.index, table=table)
     tensors |= dict(padding=problem.padding, key=problem.dropout_key)
     out = mg.biased_attention(
-        q, k, v, problem.bias, key_padding_mask=problem.padding, dropout_p=0.3, dropout_key=problem.dropout_key,
+        q,
+        k,
+        v,
+        problem.bias,
+        key_padding_mask=problem.padding,
+        dropout_p=0.3,
+        dropout_key=problem.dropout_key,
         impl=impl,
-    )  # fmt: skip
+    )
     x = tensors[name]
     x.data = torch.zeros_like(x[(0,) * x.ndim]).reshape((1,) * x.ndim)
     with pytest.raises(ValueError, match=r"must have shape .* keep it so until backward"):

@@ -47,9 +47,17 @@ def run(problem, impl):
 
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         return mg.biased_attention(
-            q, k, v, bias, key_padding_mask=padding, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key,
-            return_lse=True, impl=impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            bias,
+            key_padding_mask=padding,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_key=dropout_key,
+            return_lse=True,
+            impl=impl,
+        )
 
     return expected(problem, attend)
 
@@ -231,9 +239,16 @@ def test_compiles(form):
     @torch.compile(fullgraph=True)
     def compiled(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         return mg.biased_attention(
-            q, k, v, bias, key_padding_mask=padding, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key,
+            q,
+            k,
+            v,
+            bias,
+            key_padding_mask=padding,
+            scale=scale,
+            dropout_p=dropout_p,
+            dropout_key=dropout_key,
             return_lse=True,
-        )  # fmt: skip
+        )
 
     got, want = expected(problem, compiled), run(problem, None)
     assert got.keys() == want.keys()
@@ -278,9 +293,13 @@ def test_a_large_bias_does_not_overflow():
 def forward_and_backward(problem, impl):
     inputs = [x.requires_grad_() for x in problem.inputs]
     out = mg.biased_attention(
-        *inputs[:3], problem.bias, key_padding_mask=problem.padding, dropout_p=0.1, dropout_key=problem.dropout_key,
+        *inputs[:3],
+        problem.bias,
+        key_padding_mask=problem.padding,
+        dropout_p=0.1,
+        dropout_key=problem.dropout_key,
         impl=impl,
-    )  # fmt: skip
+    )
     torch.autograd.grad(out, inputs, problem.d_out)
 
 
@@ -329,9 +348,14 @@ def test_saved_for_backward_are_the_inputs_and_the_result(form, impl):
     inputs = [x.requires_grad_() for x in problem.inputs]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         out, lse = mg.biased_attention(
-            *inputs[:3], problem.bias, key_padding_mask=problem.padding, dropout_p=0.3,
-            dropout_key=problem.dropout_key, return_lse=True, impl=impl,
-        )  # fmt: skip
+            *inputs[:3],
+            problem.bias,
+            key_padding_mask=problem.padding,
+            dropout_p=0.3,
+            dropout_key=problem.dropout_key,
+            return_lse=True,
+            impl=impl,
+        )
     allowed = [*inputs, out, lse, problem.padding, problem.dropout_key]
     allowed += [] if problem.bias is None else [problem.bias.data, problem.bias.mask]
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in allowed if x is not None}

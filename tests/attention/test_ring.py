@@ -33,9 +33,15 @@ def run(problem: Problem, attend, **options) -> dict[str, torch.Tensor]:
     """out, lse and gradients of ``attend``."""
     q, k, v, *learned = inputs = [x.detach().requires_grad_() for x in problem.inputs]
     out, lse = attend(
-        q, k, v, with_learned(problem.bias, *learned) if learned else None,
-        key_padding_mask=problem.padding, dropout_p=problem.dropout_p, dropout_key=problem.dropout_key, **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        with_learned(problem.bias, *learned) if learned else None,
+        key_padding_mask=problem.padding,
+        dropout_p=problem.dropout_p,
+        dropout_key=problem.dropout_key,
+        **options,
+    )
     finite_lse = lse.masked_fill(lse == -torch.inf, 0.0)
     grads = torch.autograd.grad([out, finite_lse], inputs, [problem.d_out, problem.d_lse])
     names = ("out", "lse", "dq", "dk", "dv", "d_learned")

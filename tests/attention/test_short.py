@@ -116,7 +116,7 @@ def test_chosen_by_shape():
         (torch.zeros(2, 2, 3, 4).double(), None, "it takes torch.float32 on a CPU, got torch.float64 on cpu"),
         (torch.zeros(2, 2, 3, 4), torch.zeros(3, 3), r"a plane per head in the dtype of q, got \(1, 1, 3, 3\)"),
     ],
-)  # fmt: skip
+)
 def test_what_it_cannot_run(q, bias, message):
     with pytest.raises(NotImplementedError, match=message):
         mg.biased_attention(q, q, q, bias, impl="blocked_short")

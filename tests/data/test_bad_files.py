@@ -114,9 +114,17 @@ BAD_NPZ = {
         r"bad\.npz: expected finite features, got -?inf in feature 0 of node 0; clean that row",
     ),
     "no nodes": (
-        packed(adj_shape=np.zeros(2, int), adj_indptr=np.zeros(1, int), adj_indices=np.zeros(0, int),
-               adj_data=np.zeros(0), attr_shape=np.zeros(2, int), attr_indptr=np.zeros(1, int),
-               attr_indices=np.zeros(0, int), attr_data=np.zeros(0), labels=np.zeros(0, int)),
+        packed(
+            adj_shape=np.zeros(2, int),
+            adj_indptr=np.zeros(1, int),
+            adj_indices=np.zeros(0, int),
+            adj_data=np.zeros(0),
+            attr_shape=np.zeros(2, int),
+            attr_indptr=np.zeros(1, int),
+            attr_indices=np.zeros(0, int),
+            attr_data=np.zeros(0),
+            labels=np.zeros(0, int),
+        ),
         r"bad\.npz: expected a graph with nodes, got an empty graph",
     ),
     "labels of text": (packed(labels=lambda x: x.astype(str)), r"bad\.npz: expected integer labels, got <U21"),
@@ -127,7 +135,7 @@ BAD_NPZ = {
     ),
     "label beyond int64": (packed(labels=lambda x: x.astype("u8") + (1 << 63)), r"bad\.npz: expected labels in 0\.\."),
     "no label": (packed(labels=lambda x: x * 0 - 1), r"bad\.npz: expected labelled nodes, got -1 everywhere"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_NPZ.values(), ids=BAD_NPZ)

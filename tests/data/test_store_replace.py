@@ -160,8 +160,13 @@ def test_a_store_is_replaced_with_its_cache_and_what_a_killed_process_left(graph
     verify_store(store)
     assert open_store(store).num_nodes == 500
     assert sorted(path.name for path in store.iterdir()) == [
-        "cache", "features.npy", "header.json", "indices.npy", "indptr.npy", "labels.npy",
-    ]  # fmt: skip
+        "cache",
+        "features.npy",
+        "header.json",
+        "indices.npy",
+        "indptr.npy",
+        "labels.npy",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -24,9 +24,17 @@ def problem_of(variant: Variant) -> Problem:
     if variant.plane == "shared" and (variant.form, variant.path) != ("dense", "short"):
         planes = (1, 1) if variant.form == "dense" else (1, 3)
     problem = make_problem(
-        variant.form, M, N, head_dim, H=3, dtype=dtype, masked=variant.padding, padded=variant.padding,
-        dropout_p=0.2 * variant.dropout, planes=planes,
-    )  # fmt: skip
+        variant.form,
+        M,
+        N,
+        head_dim,
+        H=3,
+        dtype=dtype,
+        masked=variant.padding,
+        padded=variant.padding,
+        dropout_p=0.2 * variant.dropout,
+        planes=planes,
+    )
     if variant.rows_first:
         for name in ("q", "k", "v", "d_out"):
             rows = getattr(problem, name)

@@ -30,9 +30,17 @@ def batch():
 
 
 CONFIG = mg.ModelConfig(
-    in_features=12, num_classes=4, layers=3, dim=16, ffn_dim=24, heads=2, global_tokens=2, bias="bucket",
-    bias_size=num_buckets(3), max_degree=MAX_DEGREE,
-)  # fmt: skip
+    in_features=12,
+    num_classes=4,
+    layers=3,
+    dim=16,
+    ffn_dim=24,
+    heads=2,
+    global_tokens=2,
+    bias="bucket",
+    bias_size=num_buckets(3),
+    max_degree=MAX_DEGREE,
+)
 
 
 @pytest.fixture

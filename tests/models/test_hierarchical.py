@@ -134,9 +134,12 @@ def test_dropout_is_on_in_training_only_and_follows_its_key(model, batch):
     assert (first - other).abs().max() > 1e-3
     some = slice(4, 9)  # a sequence is dropped the same in any batch
     part = model(
-        batch.features, batch.node_index[some], batch.structure[some], batch.key_padding_mask[some],
+        batch.features,
+        batch.node_index[some],
+        batch.structure[some],
+        batch.key_padding_mask[some],
         dropout_key=key[some],
-    )  # fmt: skip
+    )
     torch.testing.assert_close(part, first[some])
     with pytest.raises(ValueError, match="dropout_key is needed in training"):
         logits(model, batch)

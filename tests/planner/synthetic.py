@@ -9,18 +9,37 @@ from megagraph.planner.fitting import _known_bytes, _row_kept, _row_workspace, r
 from megagraph.planner.terms import all_reduce_terms, dot
 
 FORWARD = {
-    "layer.call": 1e-4, "layer.product": 5e-11, "layer.element": 2e-9, "layer.ffn_element": 3e-9,
-    "attention.call": 5e-5, "attention.score": 1e-9, "attention.product": 6e-11, "attention.state": 1e-9,
-    "embedding.call": 1e-5, "embedding.product": 6e-11, "embedding.element": 1e-9,
-    "head.call": 1e-5, "head.product": 7e-11, "optimizer.call": 1e-5, "optimizer.parameter": 1e-9,
-}  # fmt: skip
+    "layer.call": 1e-4,
+    "layer.product": 5e-11,
+    "layer.element": 2e-9,
+    "layer.ffn_element": 3e-9,
+    "attention.call": 5e-5,
+    "attention.score": 1e-9,
+    "attention.product": 6e-11,
+    "attention.state": 1e-9,
+    "embedding.call": 1e-5,
+    "embedding.product": 6e-11,
+    "embedding.element": 1e-9,
+    "head.call": 1e-5,
+    "head.product": 7e-11,
+    "optimizer.call": 1e-5,
+    "optimizer.parameter": 1e-9,
+}
 BACKWARD = {name: 2.5 * value for name, value in FORWARD.items() if not name.startswith("optimizer")}
 LINK = {"transfer.call": 5e-5, "transfer.byte": 1e-9, "all_reduce.call": 5e-5, "all_reduce.byte": 1e-9}
 MEMORY = {
-    "kept.key": 8.0, "kept.element": 32.0, "kept.ffn_element": 8.0, "kept.row": 8.0, "kept.head_row": 4.0,
-    "kept.embedding": 4.0, "kept.head": 8.0, "kept.class": 4.0, "kept.slice": 4.0,
-    "workspace.element": 16.0, "workspace.fixed": 1e6,
-}  # fmt: skip
+    "kept.key": 8.0,
+    "kept.element": 32.0,
+    "kept.ffn_element": 8.0,
+    "kept.row": 8.0,
+    "kept.head_row": 4.0,
+    "kept.embedding": 4.0,
+    "kept.head": 8.0,
+    "kept.class": 4.0,
+    "kept.slice": 4.0,
+    "workspace.element": 16.0,
+    "workspace.fixed": 1e6,
+}
 WORKLOAD = dict(batch_sequences=64, num_nodes=512, num_super=16, num_targets=512)
 
 

@@ -172,8 +172,13 @@ def _backward(first, last, work, inputs, pairs, sums, d_learned):
     of_rows = np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype)
     # a product reads and writes up to a multiple of its rows
     room = (MOST_KEYS + PRODUCT_ROWS) * wide
-    of_keys = (np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype), np.zeros(room, dtype),
-               np.zeros(room, dtype))  # fmt: skip
+    of_keys = (
+        np.zeros(room, dtype),
+        np.zeros(room, dtype),
+        np.zeros(room, dtype),
+        np.zeros(room, dtype),
+        np.zeros(room, dtype),
+    )
     room = MOST_ROWS * MOST_KEYS + PRODUCT_ROWS
     of_pairs = np.zeros(room, dtype), np.zeros(room, dtype)
     d_lanes = np.zeros(LANES * num_learned, dtype)

@@ -27,12 +27,19 @@ class Point:
     def fields(self) -> dict[str, Any]:
         config = self.config
         return {
-            "sequences": self.sequences, "rows": self.nodes, "columns": self.nodes,
-            "dim": config.dim, "ffn_dim": config.ffn_dim, "heads": config.heads,
-            "bias": config.bias, "bias_size": config.bias_size,
-            "in_features": config.in_features, "num_classes": config.num_classes,
-            "feature_rows": self.feature_rows, "global_tokens": config.global_tokens,
-        }  # fmt: skip
+            "sequences": self.sequences,
+            "rows": self.nodes,
+            "columns": self.nodes,
+            "dim": config.dim,
+            "ffn_dim": config.ffn_dim,
+            "heads": config.heads,
+            "bias": config.bias,
+            "bias_size": config.bias_size,
+            "in_features": config.in_features,
+            "num_classes": config.num_classes,
+            "feature_rows": self.feature_rows,
+            "global_tokens": config.global_tokens,
+        }
 
 
 def design(config: ModelConfig, workload: Workload, device: torch.device) -> list[Point]:

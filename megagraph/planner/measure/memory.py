@@ -63,9 +63,12 @@ def observe_memory(point: Point, device: torch.device) -> dict[str, Any]:
             step(lambda: kept.__setitem__(1, current()))
         peak = current("peak")
     return point.fields() | {
-        "kind": "memory", "layers": point.config.layers, "targets": point.targets,
-        "kept_bytes": kept[1] - kept[0], "peak_bytes": peak,
-    }  # fmt: skip
+        "kind": "memory",
+        "layers": point.config.layers,
+        "targets": point.targets,
+        "kept_bytes": kept[1] - kept[0],
+        "peak_bytes": peak,
+    }
 
 
 def observe_process(point: Point, device: torch.device) -> dict[str, Any]:
@@ -98,8 +101,11 @@ def observe_process(point: Point, device: torch.device) -> dict[str, Any]:
             watcher.join()
         grown = max(sizes) - sizes[0]
     return point.fields() | {
-        "kind": "process", "layers": point.config.layers, "targets": point.targets, "process_bytes": grown,
-    }  # fmt: skip
+        "kind": "process",
+        "layers": point.config.layers,
+        "targets": point.targets,
+        "process_bytes": grown,
+    }
 
 
 def _train(point: Point, device: torch.device) -> None:
