@@ -73,8 +73,7 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
     settled = np.empty(reach)
     queue = np.empty(reach, np.int32)
     waits = np.empty(reach, np.bool_)
-    heap_weight = np.empty(limit)
-    heap_node = np.empty(limit, np.int32)
+    heap = np.empty(limit), np.empty(limit, np.int32)
     counts = np.zeros(len(sources), np.int64)
     nodes = np.empty(len(sources) * limit, np.int32)
     weights = np.empty(len(sources) * limit, np.float32)
@@ -122,26 +121,37 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
                     tail = head + length
                     queue[tail if tail < reach else tail - reach] = slot
                     length += 1
-        kept = 0
         for slot in range(size):
             known[touched[slot], 0] = 0
-            # what waits settles its share too: the bound stays, and a hub's neighbours, all below theirs, are found;
-            # then from the random walk D^-1 (A + I) to ANS-GT's symmetric normalisation
-            weight = (settled[slot] + alpha * residual[slot]) * np.sqrt(degree[0] / degree[slot])
-            if slot == 0 or weight <= 0.0:
-                continue
-            if kept < limit:
-                kept += 1
-                _rise(heap_weight, heap_node, kept - 1, weight, touched[slot])
-            elif weight > heap_weight[0]:
-                _sink(heap_weight, heap_node, kept, weight, touched[slot])
-        total += kept
-        for left in range(kept - 1, -1, -1):
-            nodes[total - kept + left] = heap_node[0]
-            weights[total - kept + left] = heap_weight[0]
-            _sink(heap_weight, heap_node, left, heap_weight[left], heap_node[left])
-        counts[i] = kept
+        # what waits settles its share too: the bound stays, and a hub's neighbours, all below theirs, are found
+        settled[:size] += alpha * residual[:size]
+        counts[i] = _strongest(size, touched, degree, settled, heap, nodes[total:], weights[total:])
+        total += counts[i]
     return counts, nodes[:total], weights[:total], walked
+
+
+@jit(nogil=True)
+def _strongest(size, touched, degree, settled, heap, nodes, weights):
+    """Write the heaviest but the source, as many as the heap holds, falling; returns how many.
+
+    From the random walk D^-1 (A + I) to ANS-GT's symmetric normalisation.
+    """
+    heap_weight, heap_node = heap
+    kept = 0
+    for slot in range(1, size):
+        weight = settled[slot] * np.sqrt(degree[0] / degree[slot])
+        if weight <= 0.0:
+            continue
+        if kept < len(heap_weight):
+            kept += 1
+            _rise(heap_weight, heap_node, kept - 1, weight, touched[slot])
+        elif weight > heap_weight[0]:
+            _sink(heap_weight, heap_node, kept, weight, touched[slot])
+    for left in range(kept - 1, -1, -1):
+        nodes[left] = heap_node[0]
+        weights[left] = heap_weight[0]
+        _sink(heap_weight, heap_node, left, heap_weight[left], heap_node[left])
+    return kept
 
 
 @jit(nogil=True)
