@@ -18,6 +18,10 @@ from torch.distributed import distributed_c10d
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: the kernels run on CPU tensors
+    with suppress(ImportError):  # it has wheels for Linux only
+        from tests.interpreter import patch_once
+
+        patch_once()
 
 
 def pytest_addoption(parser):

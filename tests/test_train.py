@@ -186,6 +186,11 @@ BAD_RUNS = {
     "no root": (dict(dataset="cora"), ValueError, "--root"),
     "no file": (dict(dataset="nosuch.npz"), FileNotFoundError, "nosuch.npz"),
     "sequence length": (dict(batching="cluster", sequence_nodes=100), ValueError, "multiple of 128, got 100"),
+    "super nodes": (
+        dict(batching="cluster", super_nodes=1),
+        ValueError,
+        "super_nodes must be above global_tokens = 1, got 1",
+    ),
     "unwritable folder": (unwritable, OSError, "the run folder .* cannot be written: .*; pass another --out"),
     "folder in use": (taken, FileExistsError, "holds a run already; pass another --out, or remove it"),
 }

@@ -247,10 +247,6 @@ BAD_PLANS = {
         r"a global batch must be a multiple of dp \* num_microbatches = 1 \* 3 = 3, got 16",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
-    "super nodes": (
-        dict(plan="1,1,2", batching="cluster", super_nodes=1, global_tokens=1),
-        "expected num_super > global_tokens, got 1",
-    ),
 }
 
 
