@@ -14,7 +14,8 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 _attention = Path(__file__).with_name("attention")
-_TAKEN_IN = (*sorted(_attention.glob("cpu/*.py")), _attention / "packing.py")  # by functions of other files
+# compiled functions of these are in functions of other files: a change of one is a change of all
+_TAKEN_IN = (*sorted(_attention.glob("cpu/[!.]*.py")), _attention / "packing.py")
 _sources = hashlib.sha256(b"".join(path.read_bytes() for path in _TAKEN_IN)).hexdigest()
 
 

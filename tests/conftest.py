@@ -68,7 +68,7 @@ def _state() -> dict[str, object]:
         "gradients on": torch.is_grad_enabled(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "numpy's errors": np.geterr(),
-        "child processes": {child for child in _children() if _command(child) not in _SERVERS},
+        "child processes": set(_kept_children()),
         "threads that are no daemons": [t.name for t in threading.enumerate() if not t.daemon],
     }
 
@@ -76,13 +76,19 @@ def _state() -> dict[str, object]:
 _SERVERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # they stay for the next test
 
 
-def _children(pid: int | str = "self") -> list[int]:
-    """Those of multiprocessing's server for forks, too."""
+def _kept_children() -> list[int]:
+    """But for the servers: what the one for forks has started looks like it, and counts."""
+    own = _children("self")
+    forked = [child for server in own if _command(server) == _SERVERS[1] for child in _children(server)]
+    return [child for child in own if _command(child) not in _SERVERS] + forked
+
+
+def _children(pid: int | str) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has just ended
             found += map(int, task.read_text().split())
-    return found + [other for child in found if _command(child) == _SERVERS[1] for other in _children(child)]
+    return found
 
 
 def _command(pid: int) -> str:

@@ -9,6 +9,8 @@ from triton.runtime import interpreter
 
 def patch_once() -> None:
     """Let each launch patch Triton's language once, not anew in every call of a function within it."""
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # of an older Triton
     patch, seen = interpreter._patch_lang, set[int]()
 
     def patch_lang(function: Any) -> Any:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot use the GPU of its parent
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context(START_METHOD)
+CONTEXT.set_forkserver_preload(
     ["tests.attention.ring_cases", "tests.checkpoint_cases", "tests.parallel.cases", "megagraph.cli"]
 )
 
@@ -44,7 +44,7 @@ class Command:
         self._folder = tempfile.TemporaryDirectory()
         words = ["megagraph", *map(str, arguments)]
         variables = dict(os.environ) | dict(environment or {})
-        self._process = FORKSERVER.Process(target=_run, args=(words, variables, before, Path(self._folder.name)))
+        self._process = CONTEXT.Process(target=_run, args=(words, variables, before, Path(self._folder.name)))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -23,7 +23,7 @@ from megagraph.checkpoint import Checkpoints
 from megagraph.data.store import write_store
 from tests import ranks
 from tests.checkpoint_cases import CHAINS, config, graph, outcome, save_until_killed, small_state, stop_at, values
-from tests.processes import FORKSERVER
+from tests.processes import CONTEXT
 
 
 def saved(folder, steps=(1, 2)) -> Checkpoints:
@@ -188,8 +188,8 @@ def kill_while_saving(folder, times: int) -> int:
     """Kill a process that saves, again and again, each going on from what the one before has left; the last step."""
     last = 0
     for _ in range(times):
-        receive, send = FORKSERVER.Pipe(duplex=False)
-        process = FORKSERVER.Process(target=save_until_killed, args=(folder, send))
+        receive, send = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=save_until_killed, args=(folder, send))
         process.start()
         send.close()
         last = receive.recv()

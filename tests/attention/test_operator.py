@@ -322,6 +322,7 @@ def resident_bytes(name):
 
 
 @of_a_cpu
+@pytest.mark.usefixtures("three_threads")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resets the process's peak of memory by /proc")
 @pytest.mark.parametrize("form", ["bucket", "projected", "none"])
 @pytest.mark.parametrize(("B", "H", "N"), [(1, 8, 2048), (4, 8, 1024)])

@@ -242,6 +242,21 @@ def test_auto_scope_follows_the_size_of_the_powers(monkeypatch):
             assert AdjacencyPowers(adjacency, 3).scope == "batch"
 
 
+def test_threads_share_the_sequences_of_a_batch(monkeypatch):
+    graph = synthetic_graph(num_nodes=60, num_classes=2, in_features=1, seed=0)
+    powers = AdjacencyPowers(graph, 3, "graph")
+    nodes = np.random.default_rng(0).permuted(np.tile(np.arange(60), (7, 1)), axis=1)
+    expected = powers(nodes, range(5, 40))
+    assert len({sequence.tobytes() for sequence in expected}) == 7
+    monkeypatch.setattr(structure, "_PAIRS_PER_THREAD", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert np.array_equal(powers(nodes, range(5, 40)), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_channels_above_the_limit_are_refused(monkeypatch):
     graph = make_graph(6, [(0, 1)])
     channels = BiasChannels(graph, coarsen(graph, partition(graph, 2)), num_powers=2, global_tokens=1)

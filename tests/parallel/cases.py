@@ -247,6 +247,7 @@ BAD_PLANS = {
         r"a global batch must be a multiple of dp \* num_microbatches = 1 \* 3 = 3, got 16",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
+    "batches": (dict(plan="1,1,2", bias="bucket", max_distance=200), r"expected max_distance in 1\.\.124, got 200"),
 }
 
 
