@@ -53,7 +53,12 @@ AREAS = {
     "megagraph": ("epochs", "checkpoint", "state", "run", "weights", "files"),
 }
 STEPS = ("tests/attention/test_step.py", "tests/attention/test_operator.py", "tests/attention/test_checks.py")
-PLANS = ("tests/planner/test_cost.py", "tests/planner/test_search.py", "tests/planner/test_schedule.py")
+PLANS = (
+    "tests/planner/test_by_hand.py",
+    "tests/planner/test_cost.py",
+    "tests/planner/test_search.py",
+    "tests/planner/test_schedule.py",
+)
 FIT = ("tests/planner/test_profile.py", "tests/planner/test_cost.py", "tests/planner/test_bad_input.py")
 RUNS = ("tests/test_checkpoint.py", "tests/test_run.py", "tests/test_train.py")
 STORES = ("tests/data/test_store.py", "tests/data/test_store_check.py", "tests/data/test_store_replace.py")

@@ -16,6 +16,7 @@ import scipy.sparse as sp
 import torch
 
 import megagraph as mg
+from megagraph import epochs
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Split
 from megagraph.epochs import schedule
@@ -78,6 +79,20 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     if changes.get("batching") == "cluster":  # no sampling: prediction is the evaluation of the best epoch again
         test = choose_split(graph, config(tmp_path)).test
         assert (probabilities[test].argmax(axis=1) == graph.labels[test]).mean() == summary.test_accuracy
+
+
+def test_every_step_and_sequence_drops_others(tmp_path, graph, monkeypatch):
+    keys = []
+
+    def recorded(*arguments):
+        keys.append(mg.dropout_keys(*arguments))
+        return keys[-1]
+
+    monkeypatch.setattr(epochs, "dropout_keys", recorded)
+    summary = mg.Trainer(config(tmp_path, epochs=2)).fit(graph)
+    assert len(keys) == summary.steps > 2
+    every = torch.cat(keys)
+    assert len(every.unique()) == len(every)
 
 
 def test_same_seed_same_losses_for_any_number_of_workers(tmp_path, graph):

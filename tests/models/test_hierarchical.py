@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -145,6 +146,24 @@ def test_dropout_is_on_in_training_only_and_follows_its_key(model, batch):
         logits(model, batch)
     model.eval()
     assert torch.equal(logits(model, batch, key), logits(model, batch))
+
+
+def test_no_two_places_drop_alike(batch):
+    """Where attention and FFN give ones everywhere, what a layer adds to its rows is what it has not dropped."""
+    torch.manual_seed(0)
+    model = mg.HierarchicalGT(replace(CONFIG, dropout=0.5)).double()
+    rows = []
+    for layer in model.layers.values():
+        for last in (layer.attention.out_proj, layer.ffn[-1]):
+            nn.init.zeros_(last.weight), nn.init.ones_(last.bias)
+        layer.attention_norm.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0]))
+        layer.ffn_norm.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0]))
+    logits(model, batch, mg.dropout_keys(0, 5, batch.sequence_ids))
+    kept = [(after - before).flatten() > 1 for before, after in pairwise(rows[: 2 * CONFIG.layers - 1])]
+    for one in kept:
+        assert 0.45 < one.float().mean() < 0.55
+    for one, other in combinations(kept, 2):
+        assert 0.45 < (one == other).float().mean() < 0.55
 
 
 def test_gradient_reaches_every_parameter(model, batch):

@@ -10,7 +10,7 @@ import pytest
 import megagraph as mg
 from megagraph import files
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.fitting import _layered
+from megagraph.planner.fitting import COMPUTED, _layered, held_out_third
 from megagraph.planner.memory import stage_bytes
 from megagraph.planner.split import gpipe_seconds
 from megagraph.planner.terms import attention_terms, layer_terms, stage_parameters
@@ -146,3 +146,18 @@ def test_work_of_the_first_and_last_stage_in_layers(cost):
     first, last = cost.extra_layers(CONFIG, cost.workload)
     assert first == pytest.approx((forward[0] + backward[0]) / layer - 2, rel=1e-2)
     assert last == pytest.approx((forward[3] + backward[3]) / layer - 2, rel=1e-2)
+
+
+def test_held_out_rows_are_judged_by_a_fit_that_has_not_seen_them():
+    """Rows of which the third that is held out took twice as long, and twice the bytes: half is missing from each."""
+    rows = synthetic.rows()
+    timed = [row for row in rows if row["kind"] in COMPUTED]
+    sizes = [row for row in rows if row["kind"] == "memory"]
+    for some, field in ((timed, "seconds"), (sizes, "peak_bytes")):
+        fitted, judged = held_out_third(some)
+        assert len(judged) == len(some) // 3 and {id(row) for row in fitted + judged} == {id(row) for row in some}
+        for row in judged:
+            row[field] *= 2
+    held_out = mg.planner.fit(rows).held_out
+    assert held_out["time_mape"] == pytest.approx(0.5, abs=1e-6)
+    assert held_out["memory_mape"] == pytest.approx(0.5, abs=1e-6)

@@ -96,3 +96,12 @@ def test_zero_bubble_is_searched_where_it_is_asked_for(cost):
     found = mg.planner.search(cost, CONFIG, 4, PLENTY, fixed={"schedule": "zero_bubble", "shard": True})
     assert found.best.plan.schedule == "zero_bubble" and not found.best.plan.checkpoint
     assert "zero_bubble" not in {c.plan.schedule for c in mg.planner.search(cost, CONFIG, 4, PLENTY).candidates}
+
+
+def test_a_part_of_the_memory_stays_free(cost):
+    """8 % of the limit is for what the model does not know: 0.92 of it holds a plan."""
+    lightest = min(size for _, size, _ in everything(cost, 1))
+    found = mg.planner.search(cost, CONFIG, 1, lightest / 0.9199)
+    assert found.best.peak_bytes == pytest.approx(lightest)
+    with pytest.raises(mg.planner.NoFeasiblePlan, match="8% headroom"):
+        mg.planner.search(cost, CONFIG, 1, lightest / 0.9201)

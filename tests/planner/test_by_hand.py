@@ -1,0 +1,110 @@
+"""Seconds and bytes of small plans against sums done by hand, from counts that the model itself or torch gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import megagraph as mg
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.planner.terms import embedding_terms, head_terms, layer_terms
+
+CONFIG = mg.ModelConfig(
+    in_features=3, num_classes=2, layers=2, dim=4, ffn_dim=6, heads=2, global_tokens=1, bias="bucket", bias_size=3
+)
+ONE_LAYER = replace(CONFIG, layers=1)
+# cp = 2 leaves a rank 3 + 1 rows of a sequence, cp = 3 leaves it 2 + 1; all attend to 7 columns
+WORKLOAD = mg.planner.Workload(batch_sequences=4, num_nodes=6, num_super=1, num_targets=1, feature_rows=5)
+
+
+def cost_model(seconds=None, link=None, memory=None):
+    """What is not given is free."""
+    return mg.planner.CostModel(
+        origin={},
+        seconds=seconds or {},
+        links={"node": link or {}},
+        memory=memory or {},
+        stall_seconds=0.0,
+        ranges={},
+        held_out={},
+        workload=WORKLOAD,
+        model=CONFIG,
+    )
+
+
+def parameters(config):
+    """Of the first stage alone, of a layer, and of the last stage alone; counted in a model of one layer."""
+    counts = {"input_proj": 0, "global_tokens": 0, "layers": 0, "final_norm": 0, "head": 0}
+    for name, parameter in HierarchicalGT(replace(config, layers=1)).named_parameters():
+        counts[name.split(".")[0]] += parameter.numel()
+    return counts["input_proj"] + counts["global_tokens"], counts["layers"], counts["final_norm"] + counts["head"]
+
+
+# One layer, its target's row alone against the columns, 4 sequences of 2 heads: 4 * 2 scores a column, 1 s each
+# forward and 10 s backward. A block's keys and values are 4 sequences * 2 nodes * 4 channels * 2 * 4 bytes = 256 bytes.
+RING = {
+    # own 3 rows, two visits of 2 rows; the link is awaited: a hop per visit, and backward a hop of gradients as well,
+    # which must then come home
+    ("ring", 1.0): (24 + 2 * 256) + (240 + 2 * 2 * 256 + 256),
+    # the link is faster than the work: only the last gradients are awaited
+    ("ring", 0.001): (24 + 2 * 16) + (240 + 2 * 160 + 0.256),
+    # all columns at once, after two hops forward, and two of keys and two of gradients backward
+    ("allgather", 1.0): (56 + 2 * 256) + (560 + 4 * 256),
+}
+
+
+@pytest.mark.parametrize(("comm", "seconds_per_byte"), RING)
+def test_attention_of_three_ranks(comm, seconds_per_byte):
+    scores = {"forward": {"attention.score": 1.0}, "backward": {"attention.score": 10.0}}
+    cost = cost_model(scores, link={"transfer.byte": seconds_per_byte})
+    got = cost.step_seconds(ONE_LAYER, mg.Plan(cp=3, comm=comm))
+    assert got == pytest.approx(RING[comm, seconds_per_byte], rel=1e-12)
+
+
+def test_gradients_are_summed_over_dp_and_cp():
+    """A ring of 4: 3 parts to sum and 3 to spread, each a quarter of the fp32 gradients, and 100 s a part."""
+    cost = cost_model(link={"all_reduce.call": 100.0, "all_reduce.byte": 1.0})
+    num = sum(p.numel() for p in HierarchicalGT(CONFIG).parameters())
+    got = cost.step_seconds(CONFIG, mg.Plan(cp=2, dp=2))
+    assert got == pytest.approx(6 * 100 + 6 * 4 * num / 4, rel=1e-12)
+
+
+@pytest.mark.parametrize(("comm", "bias", "pair_bytes"), [("ring", "bucket", 1), ("allgather", "projected", 3 * 4)])
+def test_bytes_of_two_stages(comm, bias, pair_bytes):
+    config = replace(CONFIG, bias=bias)
+    first, layer, last = parameters(config)
+    data = 4 * (3 + 1) * 7 * pair_bytes  # sequences, rows, columns
+    hidden = 2 * (3 + 1) * 4 * 4  # 2 sequences of a micro-batch, rows, channels, fp32
+    block = 2 * 3 * 4 * 4 * 2  # the same of regular nodes, keys and values
+    once = data + {"ring": 4 * block + hidden, "allgather": 2 * block}[comm]
+    # all gathered, a layer keeps keys and values of the 3 rows of others, of the micro-batch before
+    kept = {"ring": 0, "allgather": 2 * 3 * 4 * 4 * 2}[comm]
+    # parameters, two moments, gradients and DDP's buckets; what waits on its way between stages, 2 micro-batches
+    either = [4 * 5 * num + kept + 2 * hidden + once for num in (first + layer, layer + last)]
+    features = 4 * 5 / 2 * 3 * 4  # a rank has half of each sequence's 5 rows of 3 features
+    plan = mg.Plan(pp=2, cp=2, comm=comm, num_microbatches=2)
+    got = cost_model().memory_bytes(config, plan)
+    assert got == pytest.approx([either[0] + features, either[1]], rel=1e-12)
+
+
+def test_products_are_those_that_torch_counts():
+    m, nodes = 3, 5
+    model = HierarchicalGT(CONFIG).eval()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model(
+            torch.randn(11, CONFIG.in_features),
+            torch.randint(11, (m, nodes - CONFIG.global_tokens)),
+            torch.zeros(m, nodes, nodes, dtype=torch.uint8),
+            torch.zeros(m, nodes, dtype=torch.bool),
+        )
+    terms = [
+        embedding_terms(m, nodes, CONFIG.dim, CONFIG.in_features, 11),
+        *(layer_terms(m, nodes, queries, CONFIG) for queries in (nodes, 1)),
+        head_terms(m, 1, CONFIG.dim, CONFIG.num_classes),
+    ]
+    products = sum(value for part in terms for name, value in part.items() if name.endswith(".product"))
+    assert 2 * products == counter.get_total_flops()
