@@ -2,8 +2,8 @@
 
     python -m bench.cpu_attention
 
-The machine should be quiet: threads wait for each other, GOMP_SPINCOUNT says how long actively, and lose a time slice
-at an operation if anything else runs.
+The machine should be quiet: threads wait for each other actively, unless OMP_WAIT_POLICY=passive is set, and lose a
+time slice at every operation if anything else runs.
 
 Every contender gets the data of the bias (bucket index or channels) and what is learned (table, weight or dense
 values), builds its bias from them, and returns the gradients of q, k, v and the learned part. ``eager`` and ``sdpa``
@@ -134,7 +134,6 @@ def measure(form: str, shape: tuple[int, int, int, int]) -> dict:
                 milliseconds[name].append((time.perf_counter() - started) * 1e3)
     row = {"form": form, "B": B, "H": H, "N": N, "D": D, "unit": "ms", "dtype": "fp32", "relative_error": errors}
     row["wait_policy"] = os.environ.get("OMP_WAIT_POLICY", "default")
-    row["spin_count"] = os.environ.get("GOMP_SPINCOUNT", "default")
     for name, times in milliseconds.items():
         row[name] = {"median": float(np.median(times)), "range": [min(times), max(times)]}
     for name in ("eager", "sdpa"):

@@ -1,13 +1,5 @@
 """MegaGraph: exact graph attention with a learnable structural bias, and Graph Transformers trained with it."""
 
-import os
-
-# OpenMP's threads wait for each other actively. Where other programs compute on the same machine, a training takes ten
-# times as long with libgomp's usual count, and as long as before with the count that libgomp itself takes where there
-# are more threads than cores. It is read when torch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 from megagraph import planner
 from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.dropout import dropout_keys

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -75,16 +72,3 @@ def test_no_interrupt_is_lost():
         signal.signal(signal.SIGVTALRM, before)
         torch.set_num_threads(num_threads)
     assert raised == len(sent) == 200
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs libgomp, which torch's wheels for Linux compute with")
-@pytest.mark.parametrize(
-    ("variables", "count"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")]
-)
-def test_threads_that_wait_leave_the_cores_to_others(variables, count):
-    """As libgomp itself understood it, unless the user has said otherwise."""
-    ours = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
-    environment = {name: value for name, value in os.environ.items() if name not in ours} | variables
-    environment["OMP_DISPLAY_ENV"] = "VERBOSE"
-    run = subprocess.run([sys.executable, "-c", "import megagraph"], env=environment, capture_output=True, text=True)
-    assert f"GOMP_SPINCOUNT = '{count}'" in run.stderr
