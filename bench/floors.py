@@ -95,8 +95,8 @@ def our_issue_seconds(contender: str, case: Case, direction: str, rates: Rates |
         return None
     from megagraph.kernels.tiles import short_path  # imports Triton
 
-    path = contender.removeprefix("megagraph_triton").strip("_")
-    path = path or ("short" if short_path(case.M, case.N, case.D) else "long")
+    short = contender == "megagraph_triton" and short_path(case.M, case.N, case.D)
+    path = "short" if short else "long"
     kernels = {"forward": ("fwd",), "backward": ("bwd",), "forward_backward": ("fwd", "bwd")}[direction]
     names = [Variant(kernel, case.form, case.dtype_name, case.D, path=path).name for kernel in kernels]
     counts = loop_instructions(rates.arch)

@@ -82,7 +82,7 @@ def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Ca
     layouts = _layouts(case, num_super)
     parts = [_rank_rows(inputs, layout, case.form) for layout in layouts]
     leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
-    path = choose(None, inputs.q, inputs.k, None, ring=True)
+    path = choose(None, inputs.q, ring=True)
     biases = [make_bias(case.form, part.data, part.learned) for part in parts]
     steps = [make_step(part.q, bias, None, None, 0.0, None, *path) for part, bias in zip(parts, biases, strict=True)]
 

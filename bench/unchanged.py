@@ -202,10 +202,10 @@ def everything(folder: Path, *, record: bool, archs: tuple[str, ...]) -> Record:
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         for threads in THREADS:
-            for impl in ("blocked", "blocked_short", "blocked_long"):
+            for impl in ("blocked", "blocked_long"):
                 found |= pool.submit(bits, impl, threads).result()
     with environment(TRITON_INTERPRET="1"), ProcessPoolExecutor(2, mp_context=spawn) as pool:
-        for part in pool.map(bits, ("triton", "triton_short", "triton_long"), (1, 1, 1)):
+        for part in pool.map(bits, ("triton", "triton_long"), (1, 1)):
             found |= part
     if archs:
         from megagraph.kernels.variants import cover, defaults

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megagraph.attention.engines import _NAMED, ENGINES
+from megagraph.attention.engines import ENGINES
 from megagraph.attention.operator import learned_gradient
 from megagraph.attention.step import Gradients, State, Step
 from tests.problems import DEVICE, Problem
@@ -17,13 +17,14 @@ def one_step(N):
     return [(torch.arange(N, device=DEVICE), [(0, 0, N)])]
 
 
-def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, impl="triton_long") -> dict[str, Tensor]:
+def run_steps(
+    problem: Problem, steps=None, row_ids=None, learned_grad=True, name="triton", short=False
+) -> dict[str, Tensor]:
     """out, lse and gradients; steps: (global columns of the visiting keys, segments) each."""
     q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
     D = q.shape[3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     steps = steps or one_step(k.shape[2])
-    name, short = _NAMED[impl]
     engine = ENGINES[name]
     step = Step(
         engine=name,

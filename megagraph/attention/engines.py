@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import Bias, DenseBias
 from megagraph.attention.step import Gradients, State, Step
 
-Impl = Literal["triton", "triton_short", "triton_long", "blocked", "blocked_short", "blocked_long", "reference"]
+Impl = Literal["triton", "triton_long", "blocked", "blocked_long", "reference"]
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, as in megagraph.kernels.tiles
 
 
@@ -27,16 +26,8 @@ class Engine(Protocol):
     def refusals(self, q: Tensor) -> list[str]:
         """Why it cannot run here, a sentence each."""
 
-    def long_only(self, q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
-        """Why its path for short sequences cannot run these, a sentence each.
-
-        Args:
-            q, k: [B, H, M, D], [B, H, N, D].
-            dense: a dense bias.
-        """
-
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
-        """Whether it takes that path where it is not told; all keys are here."""
+        """Whether it takes its path for short sequences; all keys are here."""
 
     def prepare(self, step: Step, q: Tensor) -> Step:
         """The step with what would else be made anew in every step of a ring."""
@@ -68,14 +59,8 @@ class Triton:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
         return reasons
 
-    def long_only(self, q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
-        reasons = _too_large(q, k, "triton")
-        if dense is not None and dense.shape[:2] != q.shape[:2]:
-            reasons.append(f"a dense bias must have a plane per head, got {tuple(dense.shape)}; use impl='triton'")
-        return reasons
-
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
-        return not _too_large(q, k, "triton")
+        return is_short_shape(max(q.shape[2], k.shape[2]), q.shape[3])
 
     def prepare(self, step: Step, q: Tensor) -> Step:
         if step.form != "bucket":
@@ -111,19 +96,14 @@ class Blocked:
             return []
         return [f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device"]
 
-    def long_only(self, q: Tensor, k: Tensor, dense: Tensor | None) -> list[str]:
-        reasons = _too_large(q, k, "blocked")
-        if q.device.type != "cpu" or q.dtype != torch.float32:
-            reasons.append(f"it takes torch.float32 on a CPU, got {q.dtype} on {q.device}; use impl='blocked'")
-        if dense is not None and (dense.shape[:2] != q.shape[:2] or dense.dtype != q.dtype):
-            reasons.append(
-                f"a dense bias must have a plane per head in the dtype of q, got {tuple(dense.shape)} in "
-                f"{dense.dtype}; use impl='blocked'"
-            )
-        return reasons
-
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
-        return step.row_ids is None and not self.long_only(q, k, step.learned if step.form == "dense" else None)
+        if step.form == "dense":  # a plane per head
+            dense = step.learned
+            assert dense is not None
+            if dense.shape[:2] != q.shape[:2] or dense.dtype != q.dtype:
+                return False
+        short = is_short_shape(max(q.shape[2], k.shape[2]), q.shape[3])
+        return short and q.device.type == "cpu" and q.dtype == torch.float32 and step.row_ids is None
 
     def prepare(self, step: Step, q: Tensor) -> Step:
         return step
@@ -145,16 +125,15 @@ class Blocked:
 
 
 ENGINES: dict[str, Engine] = {"triton": Triton(), "blocked": Blocked()}
-# the engine, and whether it is to take its path for short sequences; None: by shape
-_NAMED: dict[str, tuple[str, bool | None]] = {
-    "triton": ("triton", None),
-    "triton_short": ("triton", True),
+# the engine, and whether it may take its path for short sequences
+_NAMED = {
+    "triton": ("triton", True),
     "triton_long": ("triton", False),
-    "blocked": ("blocked", None),
-    "blocked_short": ("blocked", True),
+    "blocked": ("blocked", True),
     "blocked_long": ("blocked", False),
-    "reference": ("reference", None),
+    "reference": ("reference", True),
 }
+_GONE = {"triton_short": "triton", "blocked_short": "blocked"}
 
 
 def is_short_shape(num_nodes: int, head_dim: int) -> bool:
@@ -162,17 +141,8 @@ def is_short_shape(num_nodes: int, head_dim: int) -> bool:
     return num_nodes <= SHORT and head_dim <= NARROW
 
 
-def _too_large(q: Tensor, k: Tensor, engine: str) -> list[str]:
-    M, N, D = q.shape[2], k.shape[2], q.shape[3]
-    if is_short_shape(max(M, N), D):
-        return []
-    return [f"it takes at most {SHORT} rows and keys of head dim {NARROW}, got {M}, {N} and {D}; use impl={engine!r}"]
-
-
-def choose(
-    impl: Impl | None, q: Tensor, k: Tensor, bias: Bias | None, *, ring: bool = False
-) -> tuple[str, bool | None]:
-    """The engine to run, or "reference": the one asked for, or by device; and ``Step.short``.
+def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bool]:
+    """The engine to run, or "reference": the one asked for, or by device; and ``Step.short``, which no ring is.
 
     Raises:
         ValueError: there is none of this name.
@@ -180,18 +150,16 @@ def choose(
     """
     if impl is None:
         impl = "triton" if q.is_cuda else "blocked"
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl must be {', '.join(map(repr, get_args(Impl)))} or None, got {impl!r}")
+    if impl not in _NAMED:
+        expected = f"impl must be {', '.join(map(repr, _NAMED))} or None, got {impl!r}"
+        raise ValueError(expected + (f", which is {_GONE[impl]!r} now" if impl in _GONE else ""))
     name, short = _NAMED[impl]
     reasons = ENGINES[name].refusals(q) if name in ENGINES else []
-    if ring and (short or name not in ENGINES):
-        instead = repr(name) if name in ENGINES else "'blocked' or 'triton'"
-        reasons.append(f"it needs all keys on one rank, not in a ring; use impl={instead}")
-    elif short:
-        reasons += ENGINES[name].long_only(q, k, bias.values if isinstance(bias, DenseBias) else None)
+    if ring and name not in ENGINES:
+        reasons.append("it needs all keys on one rank, not in a ring; use impl='blocked' or 'triton'")
     if reasons:
         raise NotImplementedError(f"impl={impl!r} cannot run these inputs:\n  " + "\n  ".join(reasons))
-    return name, short
+    return name, short and not ring
 
 
 def state_dtype(q: Tensor) -> torch.dtype:

@@ -82,8 +82,8 @@ def biased_attention(
         return_lse: also return lse [B, H, M], natural log, fp32 (fp64 for fp64 inputs), -inf for an empty row.
         impl: ``"triton"`` (CUDA, or the CPU under TRITON_INTERPRET=1), ``"blocked"`` (CPU) or ``"reference"`` (eager);
             ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. Short sequences with narrow heads take
-            kernels of their own; ``"triton_short"`` and ``"triton_long"``, ``"blocked_short"`` and ``"blocked_long"``
-            ask for one of the two paths. What you ask for runs, or raises.
+            kernels of their own; ``"triton_long"`` and ``"blocked_long"`` do without these. What you ask for runs, or
+            raises.
 
     Returns:
         out [B, H, M, D] in q's dtype; a row that can attend to nothing is 0 with zero gradients.
@@ -95,7 +95,7 @@ def biased_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
-    path = choose(impl, q, k, bias)
+    path = choose(impl, q)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     out, lse = attention(step, q, k, v, bias)
     return (out, lse) if return_lse else out
@@ -117,7 +117,7 @@ def make_step(
     dropout_p: float,
     dropout_key: Tensor | None,
     engine: str,
-    short: bool | None,
+    short: bool,
 ) -> Step:
     """The arguments of a call, checked, as a step that has no keys yet."""
     return Step(
@@ -237,9 +237,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Ste
     """The only step where all keys are on one rank."""
     step = Step.read(iter(arguments))
     check_operands(step, q, k, v, whole=True)
-    if step.short is None and q.numel() and k.numel():
-        step = replace(step, short=ENGINES[step.engine].takes_short(step, q, k))
-    return step
+    short = step.short and q.numel() > 0 and k.numel() > 0 and ENGINES[step.engine].takes_short(step, q, k)
+    return replace(step, short=short)
 
 
 @_attention.register_fake

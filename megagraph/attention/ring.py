@@ -123,7 +123,7 @@ def ring_attention(
     check_comm(comm)
     layout.check_mesh(mesh)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key, layout)
-    path = choose(impl, q, k, bias, ring=layout.world_size > 1)
+    path = choose(impl, q, ring=layout.world_size > 1)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     if mesh is None or layout.world_size == 1:
         out, lse = attention(step, q, k, v, bias)
@@ -154,7 +154,7 @@ def loopback_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
-    path = choose(impl, q, k, bias, ring=True)
+    path = choose(impl, q, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
     steps, inputs = [], []

@@ -61,7 +61,7 @@ class Step(Arguments):
     """
 
     engine: str  # of ``engines.ENGINES``
-    short: bool | None  # by the engine's path for short sequences, all of whose keys are here; None: by shape
+    short: bool  # where the engine has a path for such short sequences; only if all keys are here
     form: str  # "none", "dense", "bucket" or "projected"
     data: Tensor | None  # uint8 [B or 1, M, N], 255 = masked, or [B or 1, C, M, N]
     learned: Tensor | None  # [B or 1, H or 1, M, N], -inf = masked; [H, R] or [H, C]

@@ -27,7 +27,7 @@ def valid(name: str) -> dict:
         k=problem.k,
         v=problem.v,
         engine="triton" if DEVICE == "cuda" else "blocked",
-        short=None,
+        short=False,
         form="bucket",
         data=problem.bias.index,
         learned=problem.bias.table,
@@ -117,7 +117,7 @@ def test_freed_or_cut_memory(name):
                 operator(**arguments)
 
 
-IMPLS = ("blocked_short", "blocked_long") if DEVICE == "cpu" else ("triton",)
+IMPLS = ("blocked", "blocked_long") if DEVICE == "cpu" else ("triton",)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -173,7 +173,7 @@ def jacfwd(attend, x):
 
 
 @pytest.mark.parametrize("differentiate", [jvp, dual, jacfwd])
-@pytest.mark.parametrize("impl", [*IMPLS, *(pytest.param(f"blocked_{x}", marks=of_a_cpu) for x in ("short", "long"))])
+@pytest.mark.parametrize("impl", [*IMPLS, pytest.param("blocked_long", marks=of_a_cpu)])
 @pytest.mark.parametrize("of_table", [False, True])
 def test_forward_mode_is_refused(impl, differentiate, of_table):
     problem = make_problem("bucket", 5, 7, 4, dtype=torch.float32)
@@ -195,11 +195,12 @@ def test_opcheck(form):
     problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
     q, k, v, *_ = (x.requires_grad_() for x in problem.inputs)
     rows = torch.arange(3, 8, dtype=torch.int32, device=q.device)
-    for impl in [*IMPLS, "blocked_short"][: 3 if DEVICE == "cpu" else 1]:
-        path = choose(impl, q, k, problem.bias)
+    for impl in IMPLS:
+        path = choose(impl, q)
         step = make_step(q, problem.bias, problem.padding, 0.5, 0.3, problem.dropout_key, *path)
-        step = replace(step, segments=[(0, 0, 7)], row_ids=None if path[1] else rows)
-        torch.library.opcheck(_attention, (q, k, v, *step.flat()))
+        for row_ids in (None, rows):  # by the short path, and by tiles
+            step = replace(step, segments=[(0, 0, 7)], row_ids=row_ids)
+            torch.library.opcheck(_attention, (q, k, v, *step.flat()))
 
 
 @pytest.mark.parametrize(("form", "impl"), list(zip(FORMS, itertools.cycle(IMPLS), strict=False)))
@@ -492,9 +493,9 @@ BAD_INPUTS = {
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
     "impl": (
         lambda: bad(impl="cudnn"),
-        "impl must be 'triton', 'triton_short', 'triton_long', 'blocked', 'blocked_short', 'blocked_long', 'reference' "
-        "or None, got 'cudnn'",
+        "impl must be 'triton', 'triton_long', 'blocked', 'blocked_long', 'reference' or None, got 'cudnn'",
     ),
+    "impl of before": (lambda: bad(impl="blocked_short"), "got 'blocked_short', which is 'blocked' now"),
 }
 
 

@@ -30,18 +30,18 @@ def problem_of(form, shape, **options):
 @pytest.mark.parametrize(("masked", "padded", "dropout_p"), [(True, True, 0.3), (True, False, 0.0), (False, True, 0.5)])
 def test_values_and_gradients(form, shape, masked, padded, dropout_p):
     problem = problem_of(form, shape, B=3, masked=masked, padded=padded, dropout_p=dropout_p)
-    assert_matches(run(problem, "blocked_short"), problem)
+    assert_matches(run(problem, "blocked"), problem)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_any_number_of_threads_gives_the_same(form, monkeypatch):
     problem = problem_of(form, (17, 33, 8, 12), B=7, dropout_p=0.3)
-    alone = run(problem, "blocked_short")
+    alone = run(problem, "blocked")
     monkeypatch.setattr(rows, "_SCORES_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        results = [run(problem, "blocked_short") for _ in range(5)]
+        results = [run(problem, "blocked") for _ in range(5)]
     finally:
         torch.set_num_threads(before)
     for got in results:
@@ -68,7 +68,7 @@ def test_any_strides(form):
     if problem.bias is not None:
         data = {name: x.mT.contiguous().mT for name, x in vars(problem.bias).items() if x is not None and x.ndim > 2}
         strided["bias"] = replace(problem.bias, **data)
-    got, want = run(replace(problem, **strided), "blocked_short"), run(problem, "blocked_short")
+    got, want = run(replace(problem, **strided), "blocked"), run(problem, "blocked")
     for name, x in got.items():
         assert torch.equal(x, want[name]), name
 
@@ -76,7 +76,7 @@ def test_any_strides(form):
 @pytest.mark.parametrize("form", ["bucket", "projected"])
 def test_sequences_may_share_a_bias(form):
     problem = problem_of(form, (9, 11, 4, 8), B=3, planes=(1, 8))
-    assert_matches(run(problem, "blocked_short"), problem)
+    assert_matches(run(problem, "blocked"), problem)
 
 
 def test_what_is_not_finite_stays_so():
@@ -84,15 +84,13 @@ def test_what_is_not_finite_stays_so():
     problem.q[0, 2, 1, 0] = torch.nan
     problem.k[1, 3, 4, 2] = torch.inf
     problem.v[1, 5, 0, 1] = -torch.inf
-    got, want = (
-        mg.biased_attention(problem.q, problem.k, problem.v, impl=impl) for impl in ("blocked_short", "reference")
-    )
+    got, want = (mg.biased_attention(problem.q, problem.k, problem.v, impl=impl) for impl in ("blocked", "reference"))
     assert torch.equal(got.isnan(), want.isnan())
     torch.testing.assert_close(got, want, equal_nan=True)
 
 
 def test_chosen_by_shape():
-    def chosen(M=8, N=8, D=8, dtype=torch.float32, bias=None, short=None):
+    def chosen(M=8, N=8, D=8, dtype=torch.float32, bias=None, short=True):
         q, k = (torch.zeros(2, 4, n, D, dtype=dtype) for n in (M, N))
         bias = bias and mg.DenseBias(bias.values[:, :, :M, :N])
         step = replace(make_step(q, bias, None, None, 0.0, None, "blocked", short), segments=[(0, 0, N)])
@@ -102,21 +100,7 @@ def test_chosen_by_shape():
         return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))
 
     assert (SHORT, NARROW) == (tiles.SHORT, tiles.NARROW)
-    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4)) and chosen(short=True)
+    assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4))
     for options in ({"M": 257}, {"N": 257}, {"D": 17}, {"dtype": torch.float64}, {"bias": dense(1)}, {"M": 0}):
         assert not chosen(**options), options
     assert not chosen(bias=dense(4, torch.float64)) and not chosen(short=False)
-
-
-@pytest.mark.parametrize(
-    ("q", "bias", "message"),
-    [
-        (torch.zeros(1, 1, 257, 4), None, "at most 256 rows and keys of head dim 16, got 257, 257 and 4; use impl="),
-        (torch.zeros(1, 1, 3, 17), None, "got 3, 3 and 17"),
-        (torch.zeros(2, 2, 3, 4).double(), None, "it takes torch.float32 on a CPU, got torch.float64 on cpu"),
-        (torch.zeros(2, 2, 3, 4), torch.zeros(3, 3), r"a plane per head in the dtype of q, got \(1, 1, 3, 3\)"),
-    ],
-)
-def test_what_it_cannot_run(q, bias, message):
-    with pytest.raises(NotImplementedError, match=message):
-        mg.biased_attention(q, q, q, bias, impl="blocked_short")

@@ -33,8 +33,6 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import biased_attention as kernels
 
-LONG_IMPLS = ("triton_long", *IMPLS[1:])
-
 
 @pytest.fixture(autouse=True)
 def _poison():
@@ -88,7 +86,7 @@ def test_wide_heads(D):
     assert_matches(run_steps(problem), problem)
 
 
-@pytest.mark.parametrize("impl", LONG_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_ring_of_steps(form, num_steps, impl, small_tiles):
@@ -112,7 +110,7 @@ def test_ring_of_steps(form, num_steps, impl, small_tiles):
         d_out=problem.d_out[:, :, rows],
         d_lse=problem.d_lse[:, :, rows],
     )
-    got = run_steps(local, list(zip(columns, segments, strict=True)), row_ids=rows.to(torch.int32), impl=impl)
+    got = run_steps(local, list(zip(columns, segments, strict=True)), row_ids=rows.to(torch.int32), name=impl)
     by_row = ["out", "lse", "dq"] + ["d_learned"] * (form == "dense")
     for name in by_row:
         got[name] = got[name][:, :, rows.argsort()]
@@ -134,7 +132,7 @@ def test_mask_broadcast_over_sequences():
     assert_matches(run_steps(problem), problem)
 
 
-@pytest.mark.parametrize("impl", LONG_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
 def test_any_strides(form, impl, small_tiles):
     """q, k, v are slices of one [B, N, 3, H, D] projection; what surrounds every input is NaN."""
@@ -152,7 +150,7 @@ def test_any_strides(form, impl, small_tiles):
         strided = torch.full((*data.shape[:-1], N + 3), 255).to(data)[..., 1 : N + 1].copy_(data)
         problem.bias = replace(problem.bias, **{"index" if form == "bucket" else "channels": strided})
     assert not problem.q.is_contiguous()
-    assert_matches(run_steps(problem, impl=impl), problem)
+    assert_matches(run_steps(problem, name=impl), problem)
 
 
 def test_head_dim_need_not_be_the_fastest_axis():
@@ -222,10 +220,10 @@ def test_nothing_to_attend(M, N):
     assert all(got[name].eq(0).all() for name in ("dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize("impl", LONG_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_step_may_bring_no_keys(impl):
     """A rank without regular rows sends an empty block, in the first step or a later one."""
     problem = make_problem("bucket", 17, 33, 8, B=1)
     keys, nothing = torch.arange(33, device=DEVICE), torch.arange(0, device=DEVICE)
     for steps in ([(nothing, [(0, 0, 0)]), (keys, [(0, 0, 33)])], [(keys, [(0, 0, 33)]), (nothing, [(0, 33, 0)])]):
-        assert_matches(run_steps(problem, steps, impl=impl), problem)
+        assert_matches(run_steps(problem, steps, name=impl), problem)
