@@ -60,7 +60,7 @@ PLANS = (
     "tests/planner/test_schedule.py",
 )
 FIT = ("tests/planner/test_profile.py", "tests/planner/test_cost.py", "tests/planner/test_bad_input.py")
-RUNS = ("tests/test_checkpoint.py", "tests/test_run.py", "tests/test_train.py")
+RUNS = ("tests/test_checkpoint.py", "tests/test_run.py")
 STORES = ("tests/data/test_store.py", "tests/data/test_store_check.py", "tests/data/test_store_replace.py")
 TESTS = {
     "kernels/hidden_dropout.py": ("tests/kernels/test_hidden_dropout.py",),
@@ -79,7 +79,8 @@ TESTS = {
     "megagraph/planner/measure/": FIT,
     "megagraph/planner/profile.py": FIT,
     "megagraph/planner/": (*PLANS, "tests/planner/test_split.py"),
-    "megagraph/": RUNS,
+    "megagraph/epochs.py": ("tests/test_train.py", *RUNS),
+    "megagraph/": (*RUNS, "tests/test_train.py"),
 }  # of the file, or of the first folder here that holds it
 
 
@@ -353,8 +354,8 @@ def judge(root: Path, mutant: Mutant, quick: bool, sound: dict[tuple[str, ...], 
     """Which test fails first on a mutant."""
     started = time.perf_counter()
     row: dict[str, Any] = {"mutant": mutant.name, "file": mutant.file, "quick": quick, "killed_by": None, "suite": None}
-    suites = {"file": mutant.tests, "quick": SUITE, "slow": (*SUITE, "-m", "slow")}
-    for suite, tests in list(suites.items())[: 2 if quick else 3]:
+    suites = [*(("file", (tests,)) for tests in mutant.tests), ("quick", SUITE), ("slow", (*SUITE, "-m", "slow"))]
+    for suite, tests in suites[: -1 if quick else None]:
         if tests not in sound:
             sound[tests] = run_tests(root, tests)
         if sound[tests].failed is not None:
