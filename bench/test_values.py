@@ -13,7 +13,7 @@ import megagraph as mg
 from bench.peers import CONTENDERS
 from bench.shapes import DEVICE, Case, cases, make_inputs
 from megagraph.attention.ring import loopback_attention
-from tests.problems import FORMS, assert_matches, expected, make_problem
+from tests.problems import FORMS, Shape, assert_matches, expected, make_problem
 
 IMPLS = [name.removeprefix("megagraph_") for name, contender in CONTENDERS.items() if contender.ours]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,7 +46,7 @@ def test_operator(dtype, D, form, impl):
     variant = DTYPES.index(dtype) + D + FORMS.index(form)  # every dtype and form meets every size, mask and dropout
     M, N = SIZES[variant % len(SIZES)]
     options = dict(masked=variant % 3 != 0, padded=variant % 2 == 0, dropout_p=0.3 * (variant // 2 % 2))
-    problem = make_problem(form, M, N, D, dtype=dtype, **options)
+    problem = make_problem(form, Shape(M, N, D), dtype=dtype, **options)
 
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         return mg.biased_attention(
@@ -68,7 +68,7 @@ def test_operator(dtype, D, form, impl):
 def test_ring(dtype, D, form, world_size, impl):
     num_super = 0 if world_size == 2 else 5
     N = 131 + num_super
-    problem = make_problem(form, N, N, D, dtype=dtype, dropout_p=0.2 * (D % 8 == 0))
+    problem = make_problem(form, Shape(N, N, D), dtype=dtype, dropout_p=0.2 * (D % 8 == 0))
 
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         return loopback_attention(

@@ -64,7 +64,7 @@ def bits(impl: str, threads: int) -> Record:
     """Digests of out, lse and gradients, by problem; an implementation says no where it cannot run one."""
     import megagraph as mg
     from megagraph.attention.ring import loopback_attention
-    from tests.problems import FORMS, make_problem, ring_problem
+    from tests.problems import FORMS, Shape, make_problem, ring_problem
 
     torch.set_num_threads(threads)
     found = {}
@@ -74,7 +74,7 @@ def bits(impl: str, threads: int) -> Record:
         case = f"{impl}, {threads} threads, {form}, {dtype}, p = {dropout_p}"
         for M, N, D in SHAPES[: 2 if few else None]:
             for planes in ((2, 2), (1, 1)) if form == "dense" else ((2, 2),):
-                problem = make_problem(form, M, N, D, planes=planes, **options)
+                problem = make_problem(form, Shape(M, N, D), planes=planes, **options)
                 whole = partial(mg.biased_attention, return_lse=True, impl=impl)
                 found[f"{case}, {M} x {N} x {D}, {planes}"] = digest(problem, whole)
                 found[f"{case}, {M} x {N} x {D}, {planes}, unpadded"] = digest(replace(problem, padding=None), whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -63,10 +64,19 @@ def make_bias(form, B, H, M, N, dtype, masked) -> Bias | None:
     return ProjectedBias(channels, weight, None if masked is None else masked[:B])
 
 
-def make_problem(
-    form, M, N, D, *, B=2, H=2, dtype=EXACT, masked=True, padded=True, dropout_p=0.0, planes=None
-) -> Problem:
+class Shape(NamedTuple):
+    """Of a problem: B sequences, H heads, M query rows, N keys, head dim D."""
+
+    M: int
+    N: int
+    D: int
+    B: int = 2
+    H: int = 2
+
+
+def make_problem(form, shape: Shape, *, dtype=EXACT, masked=True, padded=True, dropout_p=0.0, planes=None) -> Problem:
     """A random problem. ``masked``: a third of the pairs and all of row 0; ``planes``: the bias's B and H."""
+    M, N, D, B, H = shape
     torch.manual_seed(M * 1000 + N * 10 + D)
     mask = None
     if masked and form != "none":
@@ -76,9 +86,8 @@ def make_problem(
     if padded:
         padding = torch.rand(B, N) < 0.2
         padding[0] |= form == "none" and masked  # without a bias, a whole sequence that attends to nothing
-    shape = (B, H, M, D)
     key = torch.randint(-(2**31), 2**31, (B,), dtype=torch.int32) if dropout_p else None
-    q, k, v, d_out = (torch.randn(*shape[:2], n, D, dtype=dtype) for n in (M, N, N, M))
+    q, k, v, d_out = (torch.randn(B, H, n, D, dtype=dtype) for n in (M, N, N, M))
     state_dtype = torch.promote_types(dtype, torch.float32)
     problem = Problem(
         q=q,
@@ -89,7 +98,7 @@ def make_problem(
         dropout_p=dropout_p,
         dropout_key=key,
         d_out=d_out,
-        d_lse=torch.randn(shape[:3], dtype=state_dtype),
+        d_lse=torch.randn(B, H, M, dtype=state_dtype),
     )
     return to(problem, DEVICE)
 
@@ -104,10 +113,10 @@ def hide_row(bias: Bias, row: int, hidden: Tensor) -> None:
         bias.mask[:, row] = hidden
 
 
-def ring_problem(form, world_size, num_super, num_nodes, **options) -> Problem:
+def ring_problem(form, world_size, num_super, num_nodes, *, B=2, H=2, **options) -> Problem:
     """Row 0 lives on rank 0 and can attend to one key only: the first of rank 1's block, which arrives last."""
     N = num_nodes + num_super
-    problem = make_problem(form, N, N, 4, **options)
+    problem = make_problem(form, Shape(N, N, 4, B=B, H=H), **options)
     if form != "none":
         hidden = torch.ones(N, dtype=torch.bool, device=DEVICE)
         hidden[-(-num_nodes // world_size) % num_nodes] = False

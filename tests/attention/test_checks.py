@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import megagraph as mg
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
-from tests.problems import DEVICE, make_problem, of_a_cpu
+from tests.problems import DEVICE, Shape, make_problem, of_a_cpu
 
 B, H, M, N, D, R = 2, 4, 24, 30, 8, 7
 
@@ -20,7 +20,7 @@ def zeros(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 def valid(name: str) -> dict:
     """Arguments of one of the operators, all tensors among them."""
-    problem = make_problem("bucket", M, N, D, B=B, H=H, dtype=torch.float32, dropout_p=0.3)
+    problem = make_problem("bucket", Shape(M, N, D, B=B, H=H), dtype=torch.float32, dropout_p=0.3)
     row_ids = torch.arange(M, dtype=torch.int32, device=DEVICE)
     given = dict(
         q=problem.q,
@@ -123,7 +123,7 @@ IMPLS = ("blocked", "blocked_long") if DEVICE == "cpu" else ("triton",)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "index", "table", "padding", "key"])
 def test_what_changes_before_backward(name, impl):
-    problem = make_problem("bucket", M, N, D, B=B, H=H, dtype=torch.float32, dropout_p=0.3)
+    problem = make_problem("bucket", Shape(M, N, D, B=B, H=H), dtype=torch.float32, dropout_p=0.3)
     q, k, v, table = (x.requires_grad_() for x in problem.inputs)
     tensors = dict(q=q, k=k, v=v, index=problem.bias.index, table=table)
     tensors |= dict(padding=problem.padding, key=problem.dropout_key)
@@ -171,7 +171,7 @@ def test_packed_rows():
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_bucket_beyond_the_table_that_was_not_seen_gives_nan(impl):
-    problem = make_problem("bucket", M, N, D, B=B, H=H, dtype=torch.float32, masked=False, padded=False)
+    problem = make_problem("bucket", Shape(M, N, D, B=B, H=H), dtype=torch.float32, masked=False, padded=False)
     for _ in range(2):
         out = mg.biased_attention(problem.q, problem.k, problem.v, problem.bias, impl=impl)
         problem.bias.index.data[0, 5, 7] = 200  # which no version counts

@@ -24,6 +24,7 @@ from tests.problems import (
     EXACT,
     FORMS,
     IMPLS,
+    Shape,
     assert_matches,
     expected,
     make_problem,
@@ -64,14 +65,14 @@ def run(problem, impl):
 
 @pytest.mark.parametrize(("impl", "form", "D", "M", "N", "masked", "padded", "dropout_p"), CASES)
 def test_values_and_gradients(impl, form, D, M, N, masked, padded, dropout_p):
-    problem = make_problem(form, M, N, D, masked=masked, padded=padded, dropout_p=dropout_p)
+    problem = make_problem(form, Shape(M, N, D), masked=masked, padded=padded, dropout_p=dropout_p)
     assert_matches(run(problem, impl), problem)
 
 
 @pytest.mark.parametrize("impl", [*IMPLS, pytest.param("blocked_long", marks=of_a_cpu)])
 @pytest.mark.parametrize("form", FORMS)
 def test_fp32_is_as_good_as_eager(form, impl):
-    problem = make_problem(form, 33, 50, 8, dtype=torch.float32, dropout_p=0.2)
+    problem = make_problem(form, Shape(33, 50, 8), dtype=torch.float32, dropout_p=0.2)
     assert_matches(run(problem, impl), problem)
 
 
@@ -79,7 +80,7 @@ def test_fp32_is_as_good_as_eager(form, impl):
 @pytest.mark.parametrize("D", [3, 24, 64])
 @pytest.mark.parametrize("form", FORMS)
 def test_blocked_of_many_tiles_in_fp32(form, D):
-    problem = make_problem(form, 203, 533, D, dtype=torch.float32, dropout_p=0.2 * (D == 24), padded=D != 64)
+    problem = make_problem(form, Shape(203, 533, D), dtype=torch.float32, dropout_p=0.2 * (D == 24), padded=D != 64)
     assert_matches(run(problem, "blocked_long"), problem)
 
 
@@ -87,7 +88,7 @@ def test_blocked_of_many_tiles_in_fp32(form, D):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
 def test_blocked_in_half_precision(form, dtype):
-    problem = make_problem(form, 33, 50, 16, dtype=dtype, dropout_p=0.2)
+    problem = make_problem(form, Shape(33, 50, 16), dtype=dtype, dropout_p=0.2)
     assert_matches(run(problem, "blocked"), problem)
 
 
@@ -98,7 +99,7 @@ def test_blocked_in_half_precision(form, dtype):
 def test_blocked_is_the_same_in_any_tile(form, planes, tile, monkeypatch):
     if form != "dense":
         planes = (planes[0], 2)
-    problem = make_problem(form, 19, 41, 5, B=3, dropout_p=0.7, planes=planes, masked=planes[0] == 3)
+    problem = make_problem(form, Shape(19, 41, 5, B=3), dropout_p=0.7, planes=planes, masked=planes[0] == 3)
     monkeypatch.setattr(tiles, "TILE_ROWS", tile[0])
     monkeypatch.setattr(tiles, "TILE_KEYS", tile[1])
     assert_matches(run(problem, "blocked"), problem)
@@ -120,7 +121,7 @@ def test_blocked_in_threads_gives_the_same_bits(form, planes, monkeypatch):
     """As many parts of the keys, and items that share a plane, as there are with more threads than sequences."""
     if form != "dense":
         planes = (planes[0], 3)
-    problem = make_problem(form, 203, 533, 5, B=2, H=3, dropout_p=0.3, planes=planes)
+    problem = make_problem(form, Shape(203, 533, 5, B=2, H=3), dropout_p=0.3, planes=planes)
     monkeypatch.setattr(tiles, "_SCORES_PER_THREAD", 1)
     results = [run(problem, "blocked") for _ in range(4)]
     assert_matches(results[0], problem)
@@ -132,7 +133,7 @@ def test_blocked_in_threads_gives_the_same_bits(form, planes, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_reference_is_the_formula(form):
     """Against sums written out by hand, one query at a time."""
-    problem = make_problem(form, 7, 9, 5)
+    problem = make_problem(form, Shape(7, 9, 5))
     got = expected(problem)["out"]
     bias = torch.zeros(2, 2, 7, 9, dtype=EXACT) if problem.bias is None else problem.bias.materialize().cpu()
     q, k, v = (x.tolist() for x in (problem.q, problem.k, problem.v))
@@ -149,7 +150,7 @@ def test_reference_is_the_formula(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradcheck(form):
-    problem = to(make_problem(form, 4, 5, 3, B=1, masked=False, dropout_p=0.3), "cpu", torch.float64)
+    problem = to(make_problem(form, Shape(4, 5, 3, B=1), masked=False, dropout_p=0.3), "cpu", torch.float64)
 
     def attend(q, k, v, *learned):
         bias = with_learned(problem.bias, *learned) if learned else None
@@ -176,7 +177,7 @@ def jacfwd(attend, x):
 @pytest.mark.parametrize("impl", [*IMPLS, pytest.param("blocked_long", marks=of_a_cpu)])
 @pytest.mark.parametrize("of_table", [False, True])
 def test_forward_mode_is_refused(impl, differentiate, of_table):
-    problem = make_problem("bucket", 5, 7, 4, dtype=torch.float32)
+    problem = make_problem("bucket", Shape(5, 7, 4), dtype=torch.float32)
     q, k, v, table = problem.inputs
 
     def attend(x, impl=impl):
@@ -192,7 +193,7 @@ def test_forward_mode_is_refused(impl, differentiate, of_table):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form):
-    problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
+    problem = make_problem(form, Shape(5, 7, 4), dtype=torch.float32, dropout_p=0.3)
     q, k, v, *_ = (x.requires_grad_() for x in problem.inputs)
     rows = torch.arange(3, 8, dtype=torch.int32, device=q.device)
     for impl in IMPLS:
@@ -205,7 +206,7 @@ def test_opcheck(form):
 
 @pytest.mark.parametrize(("form", "impl"), list(zip(FORMS, itertools.cycle(IMPLS), strict=False)))
 def test_opcheck_of_a_step(form, impl):
-    problem = make_problem(form, 5, 7, 4, dtype=torch.float32, dropout_p=0.3)
+    problem = make_problem(form, Shape(5, 7, 4), dtype=torch.float32, dropout_p=0.3)
     q, k, v = problem.q, problem.k, problem.v
     step = make_step(q, problem.bias, problem.padding, None, 0.3, problem.dropout_key, impl, False)
     arguments = (q, k, v, *replace(step, segments=[(0, 0, 3), (3, 4, 3)]).flat())
@@ -222,7 +223,7 @@ def test_opcheck_of_a_step(form, impl):
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])
 def test_autocast_stays_outside(impl):
     """Mixed precision is a matter of the inputs; products and sums inside keep their own."""
-    problem = make_problem("projected", 33, 50, 8, dtype=torch.float32)
+    problem = make_problem("projected", Shape(33, 50, 8), dtype=torch.float32)
     results = []
     for enabled in (False, True):
         q, k, v, weight = (x.detach().requires_grad_() for x in problem.inputs)
@@ -235,7 +236,7 @@ def test_autocast_stays_outside(impl):
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 @pytest.mark.parametrize("form", FORMS)
 def test_compiles(form):
-    problem = make_problem(form, 9, 11, 8, dtype=torch.float32, dropout_p=0.3)
+    problem = make_problem(form, Shape(9, 11, 8), dtype=torch.float32, dropout_p=0.3)
 
     @torch.compile(fullgraph=True)
     def compiled(q, k, v, bias, padding, scale, dropout_p, dropout_key):
@@ -259,7 +260,7 @@ def test_compiles(form):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_float_tensor_is_the_mask_of_sdpa(impl):
-    problem = make_problem("none", 9, 11, 8, dtype=torch.float32, masked=False, padded=False)
+    problem = make_problem("none", Shape(9, 11, 8), dtype=torch.float32, masked=False, padded=False)
     for mask in (torch.randn(9, 11), torch.randn(2, 1, 9, 11)):
         mask = mask.to(DEVICE)
         got = mg.biased_attention(problem.q, problem.k, problem.v, mask, impl=impl)
@@ -281,7 +282,7 @@ def test_no_rows_and_no_keys(impl):
 
 
 def test_a_large_bias_does_not_overflow():
-    problem = make_problem("dense", 9, 11, 8, masked=False, padded=False)
+    problem = make_problem("dense", Shape(9, 11, 8), masked=False, padded=False)
     problem.bias.values[:, :, 2] += 1e4
     problem.bias.values[:, :, 3, 4] = 1e6
     for impl in IMPLS:
@@ -309,7 +310,7 @@ def forward_and_backward(problem, impl):
 def test_only_the_reference_holds_all_scores(impl, dense):
     """As far as torch allocates them."""
     B, H, N = 1, 4, 96
-    problem = make_problem("bucket", N, N, 8, B=B, H=H, dtype=torch.float32, masked=False, dropout_p=0.1)
+    problem = make_problem("bucket", Shape(N, N, 8, B=B, H=H), dtype=torch.float32, masked=False, dropout_p=0.1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         forward_and_backward(problem, impl)
     changes = [e.nbytes() for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -330,7 +331,7 @@ def resident_bytes(name):
 def test_blocked_holds_a_few_tiles_for_each_thread(B, H, N, form):
     """Whoever allocates them."""
     for size in (16, N):  # the first compiles
-        problem = make_problem(form, size, size, 8, B=B, H=H, dtype=torch.float32, masked=False, dropout_p=0.1)
+        problem = make_problem(form, Shape(size, size, 8, B=B, H=H), dtype=torch.float32, masked=False, dropout_p=0.1)
         ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide what is taken
         Path("/proc/self/clear_refs").write_text("5")
         before = resident_bytes("VmRSS")
@@ -345,7 +346,7 @@ def test_blocked_holds_a_few_tiles_for_each_thread(B, H, N, form):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
 def test_saved_for_backward_are_the_inputs_and_the_result(form, impl):
-    problem = make_problem(form, 9, 11, 8, dtype=torch.float32, dropout_p=0.3)
+    problem = make_problem(form, Shape(9, 11, 8), dtype=torch.float32, dropout_p=0.3)
     saved = []
     inputs = [x.requires_grad_() for x in problem.inputs]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

@@ -11,7 +11,17 @@ import megagraph as mg
 from megagraph.attention.ring import Comm, loopback_attention
 from tests import ranks
 from tests.attention import ring_cases
-from tests.problems import FORMS, IMPLS, Problem, assert_matches, expected, make_problem, ring_problem, with_learned
+from tests.problems import (
+    FORMS,
+    IMPLS,
+    Problem,
+    Shape,
+    assert_matches,
+    expected,
+    make_problem,
+    ring_problem,
+    with_learned,
+)
 
 # (P, N_s, N'): blocks of equal and of unequal length, fewer nodes than ranks
 CASES = [
@@ -169,7 +179,7 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(form):
 def test_fewer_queries(num_queries, impl):
     """The rank that computes no row still gives its keys and gets their gradient."""
     layout = mg.NodeLayout(9, 2)
-    problem = make_problem("projected", 11, 11, 4)
+    problem = make_problem("projected", Shape(11, 11, 4))
     q, k, v, weight = (x.detach().requires_grad_() for x in problem.inputs)
     bias = with_learned(problem.bias, weight).rows(slice(num_queries))
     out = mg.ring_attention(q[:, :, :num_queries], k, v, bias, layout=layout, impl=impl)

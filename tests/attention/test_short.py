@@ -14,15 +14,15 @@ from megagraph.attention.engines import NARROW, SHORT
 from megagraph.attention.operator import _checked, make_step
 from megagraph.kernels import tiles
 from tests.attention.test_operator import run
-from tests.problems import FORMS, assert_matches, make_problem, to
+from tests.problems import FORMS, Shape, assert_matches, make_problem, to
 
 #        M    N   D   H
 SHAPES = ((1, 17, 4, 8), (17, 33, 8, 12), (33, 9, 5, 3), (40, 40, 16, 16), (63, 129, 16, 2), (5, 6, 1, 1))
 
 
-def problem_of(form, shape, **options):
+def problem_of(form, shape, B=2, **options):
     M, N, D, H = shape
-    return to(make_problem(form, M, N, D, H=H, dtype=torch.float32, **options), "cpu")
+    return to(make_problem(form, Shape(M, N, D, B=B, H=H), dtype=torch.float32, **options), "cpu")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -20,6 +20,7 @@ from tests.problems import (
     FORMS,
     IMPLS,
     NUM_BUCKETS,
+    Shape,
     assert_matches,
     expected,
     hide_row,
@@ -70,19 +71,19 @@ CASES = [
     ids=lambda x: f"{x:g}" if isinstance(x, float) else None,
 )
 def test_one_step(form, D, M, N, masked, padded, dropout_p):
-    problem = make_problem(form, M, N, D, masked=masked, padded=padded, dropout_p=dropout_p)
+    problem = make_problem(form, Shape(M, N, D), masked=masked, padded=padded, dropout_p=dropout_p)
     assert_matches(run_steps(problem), problem)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_many_tiles(form, small_tiles):
-    problem = make_problem(form, 33, 50, 5, B=1, dropout_p=0.2)
+    problem = make_problem(form, Shape(33, 50, 5, B=1), dropout_p=0.2)
     assert_matches(run_steps(problem), problem)
 
 
 @pytest.mark.parametrize("D", [100, 256])
 def test_wide_heads(D):
-    problem = make_problem("dense", 17, 33, D, B=1, H=1)
+    problem = make_problem("dense", Shape(17, 33, D, B=1, H=1))
     assert_matches(run_steps(problem), problem)
 
 
@@ -92,7 +93,7 @@ def test_wide_heads(D):
 def test_ring_of_steps(form, num_steps, impl, small_tiles):
     """Super columns come with the first keys; rows are permuted; row 1 sees one key, in the last step."""
     N, num_super = 50, 3
-    problem = make_problem(form, N, N, 8, B=1, dropout_p=0.25, padded=False)
+    problem = make_problem(form, Shape(N, N, 8, B=1), dropout_p=0.25, padded=False)
     if form != "none":
         hidden = torch.ones(N, dtype=torch.bool, device=DEVICE)
         hidden[N - num_super - 1] = False  # its column arrives in the last step
@@ -122,12 +123,12 @@ def test_ring_of_steps(form, num_steps, impl, small_tiles):
     [("dense", (1, 2)), ("dense", (3, 1)), ("dense", (1, 1)), ("bucket", (1, 2)), ("projected", (1, 2))],
 )
 def test_broadcast_planes(form, planes, small_tiles):
-    problem = make_problem(form, 17, 33, 4, B=3, masked=False, planes=planes)
+    problem = make_problem(form, Shape(17, 33, 4, B=3), masked=False, planes=planes)
     assert_matches(run_steps(problem), problem)
 
 
 def test_mask_broadcast_over_sequences():
-    problem = make_problem("projected", 17, 33, 4, masked=False)
+    problem = make_problem("projected", Shape(17, 33, 4), masked=False)
     problem.bias = replace(problem.bias, mask=torch.rand(1, 17, 33, device=DEVICE) < 0.3)
     assert_matches(run_steps(problem), problem)
 
@@ -137,7 +138,7 @@ def test_mask_broadcast_over_sequences():
 def test_any_strides(form, impl, small_tiles):
     """q, k, v are slices of one [B, N, 3, H, D] projection; what surrounds every input is NaN."""
     B, H, N, D = 2, 2, 33, 5
-    problem = make_problem(form, N, N, D, B=B, H=H)
+    problem = make_problem(form, Shape(N, N, D, B=B, H=H))
     fused = torch.empty(B, N + 1, 4, H, D + 3, dtype=EXACT, device=DEVICE)
     for i, name in enumerate(("q", "k", "v", "d_out")):
         view = fused[:, :N, i, :, 1 : D + 1].transpose(1, 2)
@@ -154,7 +155,7 @@ def test_any_strides(form, impl, small_tiles):
 
 
 def test_head_dim_need_not_be_the_fastest_axis():
-    problem = make_problem("none", 17, 17, 8)
+    problem = make_problem("none", Shape(17, 17, 8))
     for name in ("q", "k", "v", "d_out"):
         setattr(problem, name, getattr(problem, name).transpose(2, 3).contiguous().transpose(2, 3))
     assert problem.q.stride(-1) == 17
@@ -164,13 +165,13 @@ def test_head_dim_need_not_be_the_fastest_axis():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_low_precision(form, dtype):
-    problem = make_problem(form, 33, 50, 16, dtype=dtype, dropout_p=0.1)
+    problem = make_problem(form, Shape(33, 50, 16), dtype=dtype, dropout_p=0.1)
     assert_matches(run_steps(problem), problem)
 
 
 @pytest.mark.parametrize("form", ["dense", "bucket", "projected"])
 def test_learned_may_have_another_dtype(form):
-    problem = make_problem(form, 17, 33, 8, dtype=torch.float32)
+    problem = make_problem(form, Shape(17, 33, 8), dtype=torch.float32)
     half = to(problem, dtype=torch.float16)
     mixed = replace(problem, bias=with_learned(problem.bias, half.bias.learned))
     rounded = replace(problem, bias=with_learned(problem.bias, half.bias.learned.float()))
@@ -182,7 +183,7 @@ def test_learned_may_have_another_dtype(form):
 
 
 def test_large_bias_row_stays_finite():
-    problem = make_problem("dense", 17, 33, 8, dtype=torch.float32)
+    problem = make_problem("dense", Shape(17, 33, 8), dtype=torch.float32)
     problem.bias.values[:, :, 3] += 1e4
     assert_matches(run_steps(problem), problem)
 
@@ -190,14 +191,14 @@ def test_large_bias_row_stays_finite():
 @pytest.mark.parametrize("form", FORMS)
 def test_two_runs_give_the_same_bits(form, small_tiles):
     planes = (1, 1) if form == "dense" else None
-    problem = make_problem(form, 17, 33, 8, dtype=torch.float32, dropout_p=0.1, masked=False, planes=planes)
+    problem = make_problem(form, Shape(17, 33, 8), dtype=torch.float32, dropout_p=0.1, masked=False, planes=planes)
     first, second = run_steps(problem), run_steps(problem)
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
 
 
 def test_bucket_outside_the_table_gives_nan():
-    problem = make_problem("bucket", 17, 33, 8, masked=False, padded=False)
+    problem = make_problem("bucket", Shape(17, 33, 8), masked=False, padded=False)
     problem.bias.index[0, 5, 7] = NUM_BUCKETS
     out = run_steps(problem)["out"]
     assert out[0, :, 5].isnan().all()
@@ -205,7 +206,7 @@ def test_bucket_outside_the_table_gives_nan():
 
 
 def test_learned_gradient_is_optional():
-    problem = make_problem("bucket", 17, 33, 8)
+    problem = make_problem("bucket", Shape(17, 33, 8))
     got = run_steps(problem, learned_grad=False)
     want = expected(problem)
     for name in ("dq", "dk", "dv"):
@@ -214,7 +215,7 @@ def test_learned_gradient_is_optional():
 
 @pytest.mark.parametrize(("M", "N"), [(0, 17), (17, 0)])
 def test_nothing_to_attend(M, N):
-    problem = make_problem("none", M, N, 8, masked=False, padded=False)
+    problem = make_problem("none", Shape(M, N, 8), masked=False, padded=False)
     got = run_steps(problem)
     assert got["out"].eq(0).all() and got["lse"].eq(-torch.inf).all()
     assert all(got[name].eq(0).all() for name in ("dq", "dk", "dv"))
@@ -223,7 +224,7 @@ def test_nothing_to_attend(M, N):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_step_may_bring_no_keys(impl):
     """A rank without regular rows sends an empty block, in the first step or a later one."""
-    problem = make_problem("bucket", 17, 33, 8, B=1)
+    problem = make_problem("bucket", Shape(17, 33, 8, B=1))
     keys, nothing = torch.arange(33, device=DEVICE), torch.arange(0, device=DEVICE)
     for steps in ([(nothing, [(0, 0, 0)]), (keys, [(0, 0, 33)])], [(keys, [(0, 0, 33)]), (nothing, [(0, 33, 0)])]):
         assert_matches(run_steps(problem, steps, name=impl), problem)

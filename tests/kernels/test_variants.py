@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.problems import DEVICE, Problem, assert_matches, make_problem
+from tests.problems import DEVICE, Problem, Shape, assert_matches, make_problem
 from tests.steps import run_steps
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -25,10 +25,7 @@ def problem_of(variant: Variant) -> Problem:
         planes = (1, 1) if variant.form == "dense" else (1, 3)
     problem = make_problem(
         variant.form,
-        M,
-        N,
-        head_dim,
-        H=3,
+        Shape(M, N, head_dim, H=3),
         dtype=dtype,
         masked=variant.padding,
         padded=variant.padding,
