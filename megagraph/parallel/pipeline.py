@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,14 @@ class Setting:
     grad_fn: ClassVar[None] = None
 
 
+class Embedded(NamedTuple):
+    """What the first stage embeds, cut into micro-batches as other tensors are."""
+
+    features: Tensor
+    degrees: Tensor
+    node_index: Tensor
+
+
 class Stage(nn.Module):
     """Some layers of a model; the first stage embeds, the last reads out.
 
@@ -113,16 +121,14 @@ class Stage(nn.Module):
         setting: Setting,
         structure: Tensor,
         key_padding_mask: Tensor,
-        features: Tensor | None = None,
-        degrees: Tensor | None = None,
-        node_index: Tensor | None = None,
+        embedded: Embedded | None = None,
         labels: Tensor | None = None,
         dropout_key: Tensor | None = None,
         features_grad: Tensor | None = None,
     ) -> Tensor:
         """x [b, S, d], or nothing on the first stage -> [b, S, d]; on the last class scores [b, T, classes], or loss.
 
-        Only the first stage reads features, degrees and node_index, and only the last one labels.
+        Only the first stage reads ``embedded``, and only the last one labels.
 
         Args:
             features_grad: [U, d], the gradient of learned features is added to it; a schedule of torch's keeps no
@@ -133,7 +139,8 @@ class Stage(nn.Module):
         )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if self.first:
-                assert features is not None and node_index is not None
+                assert embedded is not None
+                features, degrees, node_index = embedded
                 if features_grad is not None:
                     features = _collect_gradient(features, features_grad)
                 x = self.model.embed(features, degrees, node_index, context)
@@ -218,8 +225,9 @@ class Pipeline:
         if self.table is None:
             return self._run(batch, inputs)
         route = self.table.route(batch.node_ids)
-        inputs["features"] = self.table(route)
-        inputs["features_grad"] = torch.zeros_like(inputs["features"])
+        features = self.table(route)
+        inputs["embedded"] = inputs["embedded"]._replace(features=features)
+        inputs["features_grad"] = torch.zeros_like(features)
         value = self._run(batch, inputs)
         self.table.add_gradient(route, inputs["features_grad"])
         return value
@@ -241,7 +249,8 @@ class Pipeline:
         """Class scores [b, T, classes] of this rank's share; ``None`` unless it has the last stage."""
         inputs = self._inputs(batch)
         if self.table is not None:
-            inputs["features"] = self.table(self.table.route(batch.node_ids))
+            features = self.table(self.table.route(batch.node_ids))
+            inputs["embedded"] = inputs["embedded"]._replace(features=features)
         if self._group is None:
             return self.stages[0](**inputs)
         schedule, parts = self._schedule(batch, inputs, training=False)
@@ -259,8 +268,9 @@ class Pipeline:
         """What the stages of this rank are called with."""
         inputs = batch.model_inputs(dropout_key) | {"labels": batch.labels}
         setting = Setting(inputs.pop("layout"), inputs.pop("num_targets"), loss)
+        embedded = Embedded(**{name: inputs.pop(name) for name in Embedded._fields})
         tensors = {name: x for name, x in inputs.items() if x is not None and name not in self._unread}
-        return tensors | {"setting": setting}
+        return tensors | {"setting": setting} | ({"embedded": embedded} if self.stages[0].first else {})
 
     def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> tuple[Schedule, list[_Part]]:
         """One for every shape of batch: what stages send each other is declared once and never looked at again.
@@ -325,5 +335,7 @@ def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:
 
 def _chunk_spec(name: str, x: Any, batch_size: int) -> Any:
     """By sequences, but for what all sequences share; torch would cut that along its first axis, too."""
+    if isinstance(x, Embedded):
+        return Embedded._make(TensorChunkSpec(0) for _ in x)
     shared = not isinstance(x, Tensor) or (name == "structure" and len(x) == 1 < batch_size)
     return _Replicate() if shared else TensorChunkSpec(0)
