@@ -28,7 +28,6 @@ def check_inputs(
     v: Tensor,
     bias: Bias | None,
     key_padding_mask: Tensor | None,
-    scale: float | None,
     dropout_p: float,
     dropout_key: Tensor | None,
     layout: NodeLayout | None = None,
@@ -84,8 +83,6 @@ def check_inputs(
                 f"got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
             )
         tensors["key_padding_mask"] = key_padding_mask
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite, got {scale}; None takes D ** -0.5")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if dropout_p > 0.0:
@@ -99,6 +96,13 @@ def check_inputs(
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+
+
+def check_scale(scale: float) -> float:
+    """The factor of q k^T, or a ValueError where it is not finite."""
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale must be finite, got {scale}; None takes D ** -0.5")
+    return scale
 
 
 def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) -> None:

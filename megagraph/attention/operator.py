@@ -15,7 +15,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias, check_strided
-from megagraph.attention.checks import check_inputs, check_operands, check_tensor, check_values
+from megagraph.attention.checks import check_inputs, check_operands, check_scale, check_tensor, check_values
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
 from megagraph.attention.step import Gradients, State, Step
 
@@ -94,7 +94,7 @@ def biased_attention(
             by ``"reference"``.
     """
     bias = as_bias(bias)
-    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
+    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
     path = choose(impl, q)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     out, lse = attention(step, q, k, v, bias)
@@ -129,7 +129,7 @@ def make_step(
         bias_mask=None if bias is None else bias.mask,
         key_padding_mask=key_padding_mask,
         segments=[],
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=q.shape[-1] ** -0.5 if scale is None else check_scale(scale),
         dropout_p=dropout_p,
         dropout_key=None if dropout_p == 0.0 else dropout_key,
     )

@@ -46,7 +46,7 @@ def packed_attention(
     q_whole, k_whole = (
         q.new_empty(()).expand(batch, num_heads, n, q.shape[-1] // num_heads) for n in (num_queries, length)
     )
-    check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, None, dropout_p, dropout_key)
+    check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, dropout_p, dropout_key)
     step = make_step(q_whole, bias, None, None, dropout_p, dropout_key, "blocked", True)
     queries = packing.rows if q.ndim == 2 else Rows.whole(batch, num_queries).packed()
     rows, shape = (queries, packing.rows), (batch, num_heads, num_queries, length)

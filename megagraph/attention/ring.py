@@ -122,7 +122,7 @@ def ring_attention(
     bias = as_bias(bias)
     check_comm(comm)
     layout.check_mesh(mesh)
-    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key, layout)
+    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
     path = choose(impl, q, ring=layout.world_size > 1)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     if mesh is None or layout.world_size == 1:
@@ -153,7 +153,7 @@ def loopback_attention(
     [B or 1, H or 1, N, N] -> out [B, H, N, D], lse [B, H, N].
     """
     bias = as_bias(bias)
-    check_inputs(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key)
+    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
     path = choose(impl, q, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
