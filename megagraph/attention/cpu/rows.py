@@ -10,6 +10,8 @@ The numbers are those of the other implementations: the same dropout, bit for bi
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,12 +50,24 @@ from megagraph.threads import CHUNKS, in_threads
 _SCORES_PER_THREAD = 1 << 15
 
 
+class _Work(NamedTuple):
+    """What a call computes."""
+
+    H: int
+    D: int
+    scale: np.float32  # of q k^T
+    queries: Rows
+    keys: Rows
+    bias: BiasArrays
+    dropout: Dropout
+
+
 @jit(nogil=True)
-def _forward(first, last, sizes, planes, rows, bias, dropout, scratch):
+def _forward(first, last, work, planes, scratch):
     """Sequences first..last; maxima and sums [B, H, M], of a row's scores and their exponentials, unless empty."""
-    (H, D, scale), (q, k, v, out, maxima, sums), bias = sizes, borrowed(planes), borrowed(bias)
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed(rows)
-    dropout_keys, threshold, dropout_scale = borrowed(dropout)
+    (H, D, scale, queries, keys, bias, dropout), (q, k, v, out, maxima, sums) = borrowed(work), borrowed(planes)
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
+    dropout_keys, threshold, dropout_scale = dropout
     k_t, v_t, q_t, out_t, s, state = borrowed(scratch)
     width, dropped = padded(D), len(dropout_keys) > 0
     head_key = row_key = splat(np.uint32(0))
@@ -94,11 +108,11 @@ def _forward(first, last, sizes, planes, rows, bias, dropout, scratch):
 
 
 @jit(nogil=True)
-def _backward(first, last, sizes, planes, d_learned, rows, bias, dropout, scratch):
+def _backward(first, last, work, planes, d_learned, scratch):
     """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``, unless empty."""
-    (H, D, scale), (q, k, v, d_out, deltas, dq, dk, dv, d_dense), bias = sizes, borrowed(planes), borrowed(bias)
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = borrowed(rows)
-    dropout, d_learned = borrowed(dropout), borrowed(d_learned)
+    (H, D, scale, queries, keys, bias, dropout), d_learned = borrowed(work), borrowed(d_learned)
+    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
+    q, k, v, d_out, deltas, dq, dk, dv, d_dense = borrowed(planes)
     k_t, v_t, dk_t, dv_t, q_t, d_out_t, dq_t, s, dp, kept, d_table, state = borrowed(scratch)
     width, of_group = padded(D), LANES * bias.at.num_learned
     head_key = row_key = splat(np.uint32(0))
@@ -176,6 +190,11 @@ def _dropout(step: Step) -> Dropout:
     return Dropout(keys, np.uint32(dropout_threshold(step.dropout_p)), np.float32(1.0 / (1.0 - step.dropout_p)))
 
 
+def _work(step: Step, q: Tensor, queries: Rows, keys: Rows) -> _Work:
+    H, D = q.shape[1], q.shape[3]
+    return _Work(H, D, np.float32(step.scale), queries, keys, _bias(step, H), _dropout(step))
+
+
 def _scratch(*sizes: int) -> tuple[np.ndarray, ...]:
     """Arrays of so many vectors. They start as zeros: what is never written, where D was rounded up, adds nothing."""
     ends = np.cumsum(sizes) * LANES
@@ -211,12 +230,12 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, rows: tup
     sums = None if lse is None else torch.empty_like(lse)
     out = _side_by_side_as(given)
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, out, lse, sums))
-    bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
+    work = _work(step, q, queries, keys)
 
     def run(_: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
         scratch = _scratch(size * width, size * width, width, width, size, 2)
-        _forward(first, last, (H, D, scale), planes, (queries, keys), bias, dropout, scratch)
+        _forward(first, last, work, planes, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if lse is not None and sums is not None:
@@ -239,15 +258,15 @@ def backward(
                 x.zero_()
     written = [None if x is None else _side_by_side_as(x) for x in given]
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, gradients.d_out, gradients.delta, *written))
-    bias, dropout, scale = _bias(step, H), _dropout(step), np.float32(step.scale)
-    width_of_share = 0 if d_learned is None else len(bias.learned)
+    work = _work(step, q, queries, keys)
+    width_of_share = 0 if d_learned is None else len(work.bias.learned)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), width_of_share), np.float32)
 
     def run(chunk: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
-        sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (bias.at.num_learned, 1)
+        sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (work.bias.at.num_learned, 1)
         scratch = _scratch(*sizes)
-        _backward(first, last, (H, D, scale), planes, shares[chunk], (queries, keys), bias, dropout, scratch)
+        _backward(first, last, work, planes, shares[chunk], scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and dense is None:

@@ -131,10 +131,23 @@ def _forward(first, last, work, inputs, state, is_first, is_last, pairs):
                     copy_row(total, at * width, D, one, state.acc.memory, place_of(state.acc, carried))
 
 
+class _Visit(NamedTuple):
+    """Rows of a head, and the keys of a tile that visit them."""
+
+    b: int
+    h: int
+    row: int
+    end: int  # of the rows
+    key: int
+    column: int
+    n: int  # keys
+    share: int  # of dq: its first axis
+
+
 @jit()
-def _visit(b, h, rows, keys, part, work, inputs, pairs, sums, scratch):
-    """What rows (first, end) of a head and the keys of a tile add to all gradients."""
-    (first_row, end), (key, column, n), (q, k, v, d_out, lse, delta) = rows, keys, inputs
+def _add_gradients(visit, work, inputs, pairs, sums, scratch):
+    """What a visit adds to all gradients."""
+    (b, h, first_row, end, key, column, n, share), (q, k, v, d_out, lse, delta) = visit, inputs
     D, dq, dense, d_dense = work.D, sums.dq, pairs.bias.dense, sums.dense
     (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp), d_lanes = scratch
     one, width, padded = s.dtype.type(1), up(D, LANES), up(n, WIDE)
@@ -159,7 +172,7 @@ def _visit(b, h, rows, keys, part, work, inputs, pairs, sums, scratch):
             add_bias_gradient(dp, num, n, pairs.bias, d_lanes, sums, place)
         add_to_keys(s, d_out_rows, num, n, width, dv_rows)
         add_to_keys(dp, q_rows, num, n, width, dk_rows)
-        add_to_rows(dp, k_rows, full, n, width, dq.memory, place_of(dq, (part, h, row)))
+        add_to_rows(dp, k_rows, full, n, width, dq.memory, place_of(dq, (share, h, row)))
     add_rows(dk_rows, n, D, width, sums.dk, of_keys)
     add_rows(dv_rows, n, D, width, sums.dv, of_keys)
 
@@ -188,11 +201,12 @@ def _backward(first, last, work, inputs, pairs, sums, d_learned):
         b_first, b_end, h, h_end, tile_first, tile_end, part = work.items[item]
         for b in range(b_first, b_end):
             for row in range(0, work.M, work.rows_of_keys):
-                rows = row, min(row + work.rows_of_keys, work.M)
+                end = min(row + work.rows_of_keys, work.M)
                 for tile in range(tile_first, tile_end):
                     for head in range(h, h_end):
                         keys = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
-                        _visit(b, head, rows, keys, part * work.B + b, work, inputs, pairs, sums, scratch)
+                        visit = _Visit(b, head, row, end, *keys, part * work.B + b)
+                        _add_gradients(visit, work, inputs, pairs, sums, scratch)
                         add_lanes(d_lanes, num_learned, d_learned, head * num_learned)
 
 
