@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,26 +111,11 @@ def describe(cost: CostModel) -> str:
     return "\n  ".join(lines)
 
 
-def search(
-    cost: tyro.conf.Positional[Path],
-    /,
-    world_size: int,
-    memory_gib: float,
-    pp: int | None = None,
-    cp: int | None = None,
-    dp: int | None = None,
-    microbatches: int | None = None,
-    schedule: ScheduleName | None = None,
-    batch_sequences: int | None = None,
-    layers: int | None = None,
-    strict: bool = False,
-    explain: str | None = None,
-    out: Path | None = None,
-) -> Job:
-    """Find the plan of least step time for a number of processes, from a cost model alone.
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a search is asked for, and where its answer goes.
 
     Args:
-        cost: file of ``megagraph fit``.
         memory_gib: what a process may use.
         pp, cp, dp, microbatches, schedule: fix a part of the plan.
         batch_sequences, layers: another batch or depth than the profile's.
@@ -139,41 +124,51 @@ def search(
         out: plan file to write.
     """
 
+    world_size: int
+    memory_gib: float
+    pp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    microbatches: int | None = None
+    schedule: ScheduleName | None = None
+    batch_sequences: int | None = None
+    layers: int | None = None
+    strict: bool = False
+    explain: str | None = None
+    out: Path | None = None
+
+
+def search(cost: tyro.conf.Positional[Path], /, wanted: Annotated[Wanted, tyro.conf.arg(name="")]) -> Job:
+    """Find the plan of least step time for a number of processes, from a cost model alone.
+
+    Args:
+        cost: file of ``megagraph fit``.
+    """
+
     def job() -> None:
-        model, workload, result = run_search(
-            CostModel.load(cost),
-            world_size,
-            memory_gib * 2**30,
-            batch_sequences,
-            layers,
-            strict,
-            dict(pp=pp, cp=cp, dp=dp, num_microbatches=microbatches, schedule=schedule),
-        )
+        model, workload, result = run_search(CostModel.load(cost), wanted)
         print(table(result))
-        if explain is not None:
-            print(explanation(model, workload, result, explain))
-        if out is not None:
-            result.best.plan.save(out)
-            print(out)
+        if wanted.explain is not None:
+            print(explanation(model, workload, result, wanted.explain))
+        if wanted.out is not None:
+            result.best.plan.save(wanted.out)
+            print(wanted.out)
 
     return Job(job)
 
 
-def run_search(
-    cost: CostModel,
-    world_size: int,
-    memory_limit_bytes: float,
-    batch_sequences: int | None = None,
-    layers: int | None = None,
-    strict: bool = False,
-    fixed: dict[str, Any] | None = None,
-) -> tuple[CostModel, Workload, SearchResult]:
+def run_search(cost: CostModel, wanted: Wanted) -> tuple[CostModel, Workload, SearchResult]:
     """A search for the model and workload of the profile, or of another batch or depth."""
     model, workload = cost.profiled()
-    workload = workload if batch_sequences is None else replace(workload, batch_sequences=batch_sequences)
-    model = model if layers is None else replace(model, layers=layers)
-    fixed = {name: value for name, value in (fixed or {}).items() if value is not None}
-    result = search_plans(cost, model, world_size, memory_limit_bytes, workload=workload, fixed=fixed, strict=strict)
+    if wanted.batch_sequences is not None:
+        workload = replace(workload, batch_sequences=wanted.batch_sequences)
+    if wanted.layers is not None:
+        model = replace(model, layers=wanted.layers)
+    asked = {name: getattr(wanted, name) for name in ("pp", "cp", "dp", "schedule")}
+    asked["num_microbatches"] = wanted.microbatches
+    fixed = {name: value for name, value in asked.items() if value is not None}
+    limit = wanted.memory_gib * 2**30
+    result = search_plans(cost, model, wanted.world_size, limit, workload=workload, fixed=fixed, strict=wanted.strict)
     return replace(cost, model=model), workload, result
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from megagraph.cli.job import Job
-from megagraph.cli.planner import read_rows, run_search
+from megagraph.cli.planner import Wanted, read_rows, run_search
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import check_rows
 from megagraph.planner.plan import Plan
@@ -77,7 +77,7 @@ def plot_pareto(
     def job() -> None:
         from megagraph.planner import plots
 
-        _, _, result = run_search(CostModel.load(cost), world_size, memory_gib * 2**30)
+        _, _, result = run_search(CostModel.load(cost), Wanted(world_size=world_size, memory_gib=memory_gib))
         plots.pareto(result, out)
         print(out)
 
