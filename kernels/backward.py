@@ -18,7 +18,6 @@ import triton.language as tl
 
 from megagraph.kernels.table_gradient import table_program
 from megagraph.kernels.tile import (
-    LOG2E,
     REST,
     Keys,
     Queries,
@@ -28,6 +27,7 @@ from megagraph.kernels.tile import (
     dropped,
     exp,
     head_ptr,
+    load_lse,
     load_rows,
     loop,
     plane_offsets,
@@ -59,14 +59,6 @@ def row_delta(
 
 
 @triton.jit
-def _load_lse(x, ptr, offs, mask):
-    """Pivot of exp, [BLOCK, 1]: lse; +inf where there was no key or is no row, so that p = 0."""
-    lse = tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf"))[:, None]
-    lse = tl.where(lse == -float("inf"), float("inf"), lse)
-    return lse * LOG2E if x.FOLD else lse
-
-
-@triton.jit
 def _key_tile(
     x, dk, dv, k, v, saved, q_ptr, d_out_ptr, b, h, row, keys,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
@@ -83,7 +75,7 @@ def _key_tile(
     q = load_rows(x, x.q, q_ptr, row, offs_m, left, MASKED)
     do = load_rows(x, saved.d_out, d_out_ptr, row, offs_m, left, MASKED)
     stat = (b * x.H + h) * x.M + row + offs_m
-    lse = _load_lse(x, saved.lse, stat, in_rows if MASKED else None)
+    lse = load_lse(x, saved.lse, stat, in_rows if MASKED else None)
     delta = tl.load(saved.delta + stat, mask=in_rows, other=0.0) if MASKED else tl.load(saved.delta + stat)
     delta = delta[:, None]
 
@@ -124,8 +116,8 @@ def _key_program(
                 x, dk, dv, k, v, saved, q_ptr, d_out_ptr, b, h, row, keys,
                 REST if MASKED else BLOCK_M, BLOCK_N, MASKED,
             )  # fmt: skip
-    write_rows(x, dk_out, b, h, start, offs_n, left, dk * x.scale, ACCUMULATE)
-    write_rows(x, dv_out, b, h, start, offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
+    write_rows(x, dk_out, (b, h, start), offs_n, left, dk * x.scale, ACCUMULATE)
+    write_rows(x, dv_out, (b, h, start), offs_n, left, dv * x.KEEP_SCALE, ACCUMULATE)
 
 
 @triton.jit
@@ -158,7 +150,7 @@ def _query_tile(
     elif d_learned is not None and x.FORM == "projected":
         offs_c = tl.arange(0, BLOCK_C)[None, :]
         for c in tl.static_range(x.NUM_CHANNELS):
-            channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+            channel = channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
             sums += tl.where(offs_c == c, tl.sum(ds * channel, axis=1, keep_dims=True), 0.0)
     return dq, sums
 
@@ -177,7 +169,7 @@ def _query_program(
     q = load_rows(x, x.q, head_ptr(x, x.q, b, h), row, offs_m, x.M, False)
     do = load_rows(x, saved.d_out, head_ptr(x, saved.d_out, b, h), row, offs_m, x.M, False)
     stat = (b * x.H + h) * x.M + row + offs
-    lse = _load_lse(x, saved.lse, stat, in_rows)
+    lse = load_lse(x, saved.lse, stat, in_rows)
     delta = tl.load(saved.delta + stat, mask=in_rows, other=0.0)[:, None]
     queries = Queries(b, h, row, offs_m, in_rows, row_keys(x, b, h, row + offs_m))
     k_ptr = head_ptr(x, x.k, b, h)
@@ -194,7 +186,7 @@ def _query_program(
                     x, dq, sums, q, do, lse, delta, queries, keys, d_learned,
                     REST if MASKED else BLOCK_N, BLOCK_C, SHARED, MASKED,
                 )  # fmt: skip
-    write_rows(x, dq_out, b, h, row, offs, x.M - row, dq * x.scale, ACCUMULATE)
+    write_rows(x, dq_out, (b, h, row), offs, x.M - row, dq * x.scale, ACCUMULATE)
     if d_learned is not None and x.FORM == "projected":  # partial sums [B, H, num_tiles, C]
         offs_c = tl.arange(0, BLOCK_C)
         ptrs = d_learned.ptr + ((b * x.H + h) * num_tiles + tile) * x.NUM_CHANNELS + offs_c

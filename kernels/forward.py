@@ -97,7 +97,7 @@ def step_fwd(
     if LAST:
         lse, l_safe = log_sum_exp(x, m, l)
         tl.store(lse_ptr + state, lse, mask=in_state)
-        write_rows(x, out, b, h, row, offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
+        write_rows(x, out, (b, h, row), offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
     else:
         if x.FOLD:
             m *= LN2

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from megagraph.kernels.table_gradient import add_one_hot
 from megagraph.kernels.tile import (
-    LOG2E,
     Keys,
     Queries,
     add_dot,
@@ -23,10 +22,11 @@ from megagraph.kernels.tile import (
     exp,
     heads_ptrs,
     load_heads,
+    load_lse,
     log_sum_exp,
     loop,
     online_softmax,
-    plane_offsets,
+    planes_ptrs,
     row_keys,
     scores_of_heads,
 )
@@ -77,6 +77,15 @@ def short_fwd(
 
 
 @triton.jit
+def _write_matrix(t, i, numbers):
+    """Matrix i of t [..., ROWS, COLUMNS], contiguous."""
+    ROWS: tl.constexpr = numbers.shape[0]
+    COLUMNS: tl.constexpr = numbers.shape[1]
+    ptrs = t.ptr + (i * ROWS + tl.arange(0, ROWS)[:, None]) * COLUMNS
+    tl.store(ptrs + tl.arange(0, COLUMNS)[None, :], numbers)
+
+
+@triton.jit
 def short_bwd(
     x, saved, dq, dk, dv, d_learned,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -107,10 +116,7 @@ def short_bwd(
             in_rows = offs_m < x.M - row
             exists = in_heads & in_rows[None, :]
             stat = (b * x.H + heads)[:, None] * x.M + (row + offs_m)[None, :]
-            lse = tl.load(saved.lse + stat, mask=exists, other=float("inf"))[:, :, None]
-            lse = tl.where(lse == -float("inf"), float("inf"), lse)
-            if x.FOLD:
-                lse *= LOG2E
+            lse = load_lse(x, saved.lse, stat, exists)
             delta = tl.load(saved.delta + stat, mask=exists, other=0.0)[:, :, None]
             q = load_heads(x, x.q, b, heads, row, offs_m, x.M - row, MASKED)
             do = load_heads(x, saved.d_out, b, heads, row, offs_m, x.M - row, MASKED)
@@ -139,18 +145,15 @@ def short_bwd(
 
             inside = in_rows[:, None] & in_cols[None, :]
             if d_learned is not None and x.FORM == "dense":
-                stride_b, stride_h, stride_m, stride_n = d_learned.strides
-                plane = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
-                ptrs = d_learned.ptr + b * stride_b + row * stride_m + col * stride_n
-                ptrs += heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :]
+                ptrs = planes_ptrs(x, d_learned, queries, keys, offs_n)
                 tl.store(ptrs, ds, mask=in_heads[:, :, None] & inside[None, :, :])
             elif d_learned is not None and x.FORM == "bucket":
-                bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+                bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
                 table = add_one_hot(table, bucket, ds_low, WARPS)
             elif d_learned is not None and x.FORM == "projected":
                 offs_c = tl.arange(0, BLOCK_C)[None, None, :]
                 for c in tl.static_range(x.NUM_CHANNELS):
-                    channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+                    channel = channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
                     total = tl.sum(ds * channel[None, :, :], axis=2, keep_dims=True)
                     sums += tl.where(offs_c == c, total, 0.0)
         keep = in_heads[:, :, None] & in_cols[None, :, None] & in_d
@@ -159,8 +162,6 @@ def short_bwd(
         if not ONE_TILE:
             tl.debug_barrier()  # the next key tile reads what this one added to dq
     if d_learned is not None and x.FORM == "bucket":  # partial sums [B, groups, BLOCK_R, GROUP]
-        ptrs = d_learned.ptr + (pid * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]) * GROUP
-        tl.store(ptrs + tl.arange(0, GROUP)[None, :], tl.sum(table, axis=0))
+        _write_matrix(d_learned, pid, tl.sum(table, axis=0))
     elif d_learned is not None and x.FORM == "projected":  # partial sums [B, groups, GROUP, BLOCK_C]
-        ptrs = d_learned.ptr + (pid * GROUP + tl.arange(0, GROUP)[:, None]) * BLOCK_C
-        tl.store(ptrs + tl.arange(0, BLOCK_C)[None, :], tl.sum(sums, axis=1))
+        _write_matrix(d_learned, pid, tl.sum(sums, axis=1))

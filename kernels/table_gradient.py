@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from megagraph.kernels.tile import (
-    LOG2E,
     REST,
     Keys,
     Queries,
@@ -22,6 +21,7 @@ from megagraph.kernels.tile import (
     dropped,
     exp,
     load_heads,
+    load_lse,
     loop,
     row_keys,
     scores_of_heads,
@@ -51,11 +51,11 @@ def _table_tile(
     x, sums, q, do, lse, delta, queries, keys, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Add the pairs with these keys to the sums [WARPS, R, GROUP]."""
-    b, row, offs_m, col = queries.b, queries.row, queries.offs, keys.col
+    b, col = queries.b, keys.col
     offs_n = tl.arange(0, BLOCK_N)
     in_cols = offs_n < keys.left
     inside = queries.inside[:, None] & in_cols[None, :]
-    bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+    bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
     k = load_heads(x, x.k, b, queries.h, keys.start, offs_n, keys.left, MASKED)
     v = load_heads(x, x.v, b, queries.h, keys.start, offs_n, keys.left, MASKED)
     qk = dot(x, q, tl.permute(k, (0, 2, 1)))
@@ -84,10 +84,7 @@ def table_program(
     do = load_heads(x, saved.d_out, b, heads, row, offs_m, x.M, False)
     stat = (b * x.H + heads)[:, None] * x.M + row + offs_m[None, :]
     exists = (offs_h < x.H)[:, None] & in_rows[None, :]
-    lse = tl.load(saved.lse + stat, mask=exists, other=float("inf"))[:, :, None]
-    lse = tl.where(lse == -float("inf"), float("inf"), lse)
-    if x.FOLD:
-        lse *= LOG2E
+    lse = load_lse(x, saved.lse, stat, exists)
     delta = tl.load(saved.delta + stat, mask=exists, other=0.0)[:, :, None]
     queries = Queries(b, heads, row, offs_m, in_rows, row_keys(x, b, heads[:, None], (row + offs_m)[None, :]))
     sums = tl.zeros([WARPS, BLOCK_R, GROUP], x.ACC_DTYPE)

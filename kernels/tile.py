@@ -74,7 +74,7 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What backward reads beside it."""
+    """What backward reads beside its operands."""
 
     d_out: Strided  # [B, H, M, D]
     lse: Tensor  # [B, H, M], contiguous
@@ -146,8 +146,9 @@ def load_rows(x, t, ptr, start, offs, left, MASKED: tl.constexpr):
 
 
 @triton.jit
-def write_rows(x, t, b, h, start, offs, left, rows, ACCUMULATE: tl.constexpr):
-    """t[b, h, start + offs] = rows, or += rows; they are this program's alone."""
+def write_rows(x, t, place, offs, left, rows, ACCUMULATE: tl.constexpr):
+    """t[b, h, start + offs] = rows, or += rows, of place (b, h, start); they are this program's alone."""
+    b, h, start = place
     offsets, in_d = row_offsets(x, t, offs)
     ptrs = (head_ptr(x, t, b, h) + start * (t.strides[2] // x.ALIGNMENT * x.ALIGNMENT)) + offsets
     keep = (offs < left)[:, None] & in_d
@@ -210,6 +211,14 @@ def log_sum_exp(x, m, l):
 
 
 @triton.jit
+def load_lse(x, ptr, offs, mask):
+    """Pivot of exp, [..., BLOCK, 1]: lse; +inf where there was no key or is no row, so that p = 0."""
+    lse = tl.expand_dims(tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf")), -1)
+    lse = tl.where(lse == -float("inf"), float("inf"), lse)
+    return lse * LOG2E if x.FOLD else lse
+
+
+@triton.jit
 def segment(x, i):
     """(key_start, column_start, length); starts in 64 bits, as they are multiplied by strides."""
     key_start = tl.load(x.segments + 3 * i).to(tl.int64)
@@ -252,9 +261,11 @@ def plane_offsets(x, stride_m, stride_n, offs_m, offs_n):
 
 
 @triton.jit
-def _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
-    """Plane [row + offs_m, col + offs_n]; 0 outside, which asynchronous copies can write."""
-    ptrs = (ptr + row * stride_m + col * stride_n) + plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
+def _load_plane(x, plane, queries, keys, offs_n, inside, MASKED: tl.constexpr):
+    """A plane [M, N] at some queries and the keys at offs_n; 0 outside, which asynchronous copies can write."""
+    stride_m, stride_n = plane.strides
+    start = plane.ptr + queries.row * stride_m + keys.col * stride_n
+    ptrs = start + plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)
     if MASKED:
         return tl.load(ptrs, mask=inside, other=0)
     return tl.load(ptrs)
@@ -275,34 +286,35 @@ def _load_pairs(x, ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+def _load_values(x, plane, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """A plane of values in the dtype of the scores."""
     if x.PAIRED and not MASKED:
-        return _load_pairs(x, ptr, stride_m, row, offs_m, col, offs_n.shape[0])
-    return _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED).to(x.ACC_DTYPE)
+        return _load_pairs(x, plane.ptr, plane.strides[0], queries.row, queries.offs, keys.col, offs_n.shape[0])
+    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED).to(x.ACC_DTYPE)
 
 
 @triton.jit
-def bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+def bucket_tile(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """uint8 bucket of each pair."""
     stride_b, stride_m, stride_n = x.data.strides
-    return _load_plane(x, x.data.ptr + b * stride_b, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+    plane = Strided(x.data.ptr + queries.b * stride_b, (stride_m, stride_n))
+    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
 
 
 @triton.jit
-def channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+def channel_tile(x, c, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """Channel c of each pair of nodes."""
     stride_b, stride_c, stride_m, stride_n = x.data.strides
-    ptr = x.data.ptr + b * stride_b + c * stride_c
-    return _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+    plane = Strided(x.data.ptr + queries.b * stride_b + c * stride_c, (stride_m, stride_n))
+    return _load_values(x, plane, queries, keys, offs_n, inside, MASKED)
 
 
 @triton.jit
-def _masked_pairs(x, b, row, offs_m, col, offs_n, inside, MASKED: tl.constexpr):
+def _masked_pairs(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """Nonzero where the mask of a projected bias hides a pair."""
     stride_b, stride_m, stride_n = x.bias_mask.strides
-    ptr = x.bias_mask.ptr + b * stride_b
-    return _load_plane(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+    plane = Strided(x.bias_mask.ptr + queries.b * stride_b, (stride_m, stride_n))
+    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
 
 
 @triton.jit
@@ -318,26 +330,26 @@ def _padding(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
 def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """Scores scale * qk + bias of some queries of a head and the keys at offs_n, natural log, -inf where masked or
     outside."""
-    b, h, row, offs_m, col = queries.b, queries.h, queries.row, queries.offs, keys.col
+    h = queries.h
     inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * x.scale
     if x.FORM == "dense":
         stride_b, stride_h, stride_m, stride_n = x.learned.strides
-        ptr = x.learned.ptr + b * stride_b + h * stride_h
-        s += _load_values(x, ptr, stride_m, stride_n, row, offs_m, col, offs_n, inside, MASKED)
+        plane = Strided(x.learned.ptr + queries.b * stride_b + h * stride_h, (stride_m, stride_n))
+        s += _load_values(x, plane, queries, keys, offs_n, inside, MASKED)
     elif x.FORM == "bucket":
-        bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+        bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
         s += tl.load(x.learned.ptr + h * TABLE_SIZE + bucket.to(tl.int32))
     elif x.FORM == "projected":
         stride_h, stride_c = x.learned.strides
         for c in tl.static_range(x.NUM_CHANNELS):
             weight = tl.load(x.learned.ptr + h * stride_h + c * stride_c).to(s.dtype)
-            s += weight * channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+            s += weight * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
         if x.bias_mask is not None:
-            masked = _masked_pairs(x, b, row, offs_m, col, offs_n, inside, MASKED)
+            masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
             s = tl.where(masked == 0, s, -float("inf"))
     if x.padding is not None:
-        s += _padding(x, b, col, offs_n, in_cols, MASKED)[None, :]
+        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, :]
     if MASKED:
         s = tl.where(inside, s, -float("inf"))
     return s
@@ -367,32 +379,38 @@ def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
 
 
 @triton.jit
+def planes_ptrs(x, t, queries, keys, offs_n):
+    """The planes of several heads of t at some queries and the keys at offs_n, pointers [GROUP, BLOCK_M, BLOCK_N]."""
+    stride_b, stride_h, stride_m, stride_n = t.strides
+    plane = plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)
+    ptrs = t.ptr + queries.b * stride_b + queries.row * stride_m + keys.col * stride_n
+    return ptrs + (queries.h.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :])
+
+
+@triton.jit
 def scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """:func:`scores` of several heads, [GROUP, BLOCK_M, BLOCK_N], which share index, channels and masks."""
-    b, heads, row, offs_m, col = queries.b, queries.h, queries.row, queries.offs, keys.col
+    heads = queries.h
     inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * x.scale
     if x.FORM == "dense":
-        stride_b, stride_h, stride_m, stride_n = x.learned.strides
-        plane = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
-        ptrs = x.learned.ptr + b * stride_b + row * stride_m + col * stride_n
-        ptrs += heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :]
+        ptrs = planes_ptrs(x, x.learned, queries, keys, offs_n)
         values = tl.load(ptrs, mask=inside[None, :, :], other=0.0) if MASKED else tl.load(ptrs)
         s += values.to(x.ACC_DTYPE)
     elif x.FORM == "bucket":
-        bucket = bucket_tile(x, b, row, offs_m, col, offs_n, inside, MASKED)
+        bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
         s += tl.load(x.learned.ptr + heads[:, None, None] * TABLE_SIZE + bucket.to(tl.int32)[None, :, :])
     elif x.FORM == "projected":
         stride_h, stride_c = x.learned.strides
         for c in tl.static_range(x.NUM_CHANNELS):
             weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
-            channel = channel_tile(x, c, b, row, offs_m, col, offs_n, inside, MASKED)
+            channel = channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
             s += weight[:, None, None] * channel[None, :, :]
         if x.bias_mask is not None:
-            masked = _masked_pairs(x, b, row, offs_m, col, offs_n, inside, MASKED)
+            masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
             s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
     if x.padding is not None:
-        s += _padding(x, b, col, offs_n, in_cols, MASKED)[None, None, :]
+        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, None, :]
     if MASKED:
         s = tl.where(inside[None, :, :], s, -float("inf"))
     return s
