@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megagraph.kernels import backward, forward, short, tiles
-from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Strided
+from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Softmax, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import Gradients, State, Step
@@ -128,21 +128,20 @@ def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -
     """
     operands = _operands(step, q, k, v, state.out)
     B, H, M, _ = q.shape
-    m, l, acc, lse = state.m, state.l, state.acc, state.lse
+    out = _strided(state.out)
     if step.short:
         blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
         num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
         grid = (B * num_tiles * triton.cdiv(H, blocks["GROUP"]),)
         with torch.cuda.device_of(q):
-            short.short_fwd[grid](
-                operands, _strided(state.out), lse, num_tiles, MASKED=_overruns(M, k, blocks), **blocks
-            )
+            short.short_fwd[grid](operands, out, state.lse, num_tiles, MASKED=_overruns(M, k, blocks), **blocks)
         return
     blocks = _tiles("fwd", step, q)
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
+    softmax = Softmax(state.m, state.l, state.acc, out, state.lse)
     with torch.cuda.device_of(q):
         forward.step_fwd[(B * num_tiles * H,)](
-            operands, m, l, acc, _strided(state.out), lse, num_tiles, FIRST=state.first, LAST=state.last, **blocks
+            operands, softmax, num_tiles, FIRST=state.first, LAST=state.last, **blocks
         )
 
 

@@ -10,6 +10,8 @@ are fp32, or fp64 for fp64 inputs, which run in the interpreter only.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -34,23 +36,31 @@ from megagraph.kernels.tile import (
 )
 
 
+class Running(NamedTuple):
+    """The softmax of a program's queries so far."""
+
+    m: tl.tensor  # [BLOCK_M, 1], in base 2 if FOLD
+    l: tl.tensor  # [BLOCK_M, 1]
+    acc: tl.tensor  # [BLOCK_M, BLOCK_D]
+
+
 @triton.jit
-def _fwd_tile(x, m, l, acc, q, queries, keys, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
-    """Fold keys into the state: m and l [BLOCK_M, 1], acc [BLOCK_M, BLOCK_D]."""
+def _fwd_tile(x, running, q, queries, keys, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """Fold keys into the running softmax."""
     offs_n = tl.arange(0, BLOCK_N)
     in_cols = offs_n < keys.left
     k = load_rows(x, x.k, keys.k, keys.start, offs_n, keys.left, MASKED)
     v = load_rows(x, x.v, keys.v, keys.start, offs_n, keys.left, MASKED)
     s = scores(x, dot(x, q, tl.trans(k)), queries, keys, offs_n, in_cols, MASKED)
-    m, l, p, rescale = online_softmax(x, m, l, s)
+    m, l, p, rescale = online_softmax(x, running.m, running.l, s)
     if x.THRESHOLD > 0:  # kept p is scaled once, in out
         p = tl.where(dropped(x, queries.keys[:, None], (keys.col + offs_n)[None, :]), 0.0, p)
-    return m, l, add_dot(acc * rescale, p, v)
+    return Running(m, l, add_dot(running.acc * rescale, p, v))
 
 
 @triton.jit
 def step_fwd(
-    x, m_ptr, l_ptr, acc_ptr, out, lse_ptr, num_tiles,
+    x, softmax, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * num_tiles * H); one program owns BLOCK_M query rows of one head.
@@ -77,11 +87,12 @@ def step_fwd(
         l = tl.zeros([BLOCK_M, 1], x.ACC_DTYPE)
         acc = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
     else:
-        m = tl.load(m_ptr + state, mask=in_state, other=-float("inf"))
-        l = tl.load(l_ptr + state, mask=in_state, other=0.0)
-        acc = tl.load(acc_ptr + state * x.D + offs_d, mask=in_acc, other=0.0)
+        m = tl.load(softmax.m + state, mask=in_state, other=-float("inf"))
+        l = tl.load(softmax.l + state, mask=in_state, other=0.0)
+        acc = tl.load(softmax.acc + state * x.D + offs_d, mask=in_acc, other=0.0)
         if x.FOLD:
             m *= LOG2E
+    running = Running(m, l, acc)
 
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
@@ -92,15 +103,16 @@ def step_fwd(
         for MASKED in tl.static_range(2):
             for start in loop(whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N):
                 keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, length - start)
-                m, l, acc = _fwd_tile(x, m, l, acc, q, queries, keys, REST if MASKED else BLOCK_N, MASKED)
+                running = _fwd_tile(x, running, q, queries, keys, REST if MASKED else BLOCK_N, MASKED)
 
+    m, l, acc = running
     if LAST:
         lse, l_safe = log_sum_exp(x, m, l)
-        tl.store(lse_ptr + state, lse, mask=in_state)
-        write_rows(x, out, (b, h, row), offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
+        tl.store(softmax.lse + state, lse, mask=in_state)
+        write_rows(x, softmax.out, (b, h, row), offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
     else:
         if x.FOLD:
             m *= LN2
-        tl.store(m_ptr + state, m, mask=in_state)
-        tl.store(l_ptr + state, l, mask=in_state)
-        tl.store(acc_ptr + state * x.D + offs_d, acc, mask=in_acc)
+        tl.store(softmax.m + state, m, mask=in_state)
+        tl.store(softmax.l + state, l, mask=in_state)
+        tl.store(softmax.acc + state * x.D + offs_d, acc, mask=in_acc)

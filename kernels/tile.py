@@ -73,6 +73,16 @@ class Operands(NamedTuple):
     BLOCK_D: int  # D padded to a power of two, at least 16, in registers
 
 
+class Softmax(NamedTuple):
+    """What a step of forward reads and writes beside its operands; ``None`` is what it does not."""
+
+    m: Tensor | None  # [B, H, M], running max, natural; contiguous, as the following
+    l: Tensor | None  # [B, H, M], running sum
+    acc: Tensor | None  # [B, H, M, D]
+    out: Strided | None  # [B, H, M, D]
+    lse: Tensor | None  # [B, H, M]
+
+
 class Saved(NamedTuple):
     """What backward reads beside its operands."""
 
