@@ -39,10 +39,9 @@ from megagraph.kernels.tile import (
 
 
 @triton.jit
-def row_delta(
-    d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
+def row_delta(d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_M: tl.constexpr):
     """delta = sum(d_out * out) - d_lse of BLOCK_M rows; grid (B * H * cdiv(M, BLOCK_M))."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     pid = tl.program_id(0).to(tl.int64)
     num_tiles = tl.cdiv(M, BLOCK_M)
     bh = pid // num_tiles

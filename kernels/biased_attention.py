@@ -151,7 +151,7 @@ def launch_row_delta(d_out, out, d_lse, delta) -> None:
     block = 128
     with torch.cuda.device_of(d_out):
         backward.row_delta[(B * H * triton.cdiv(M, block),)](
-            _strided(d_out), _strided(out), d_lse, delta, H, M, D, triton.next_power_of_2(D), block
+            _strided(d_out), _strided(out), d_lse, delta, H, M, D, block
         )
 
 
