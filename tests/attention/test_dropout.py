@@ -89,6 +89,19 @@ def test_dropped_rows_are_the_mask(shape, dtype):
     assert _drop_rows(x[..., :0], p, row_key).shape == (*shape[:-1], 0)
 
 
+def test_the_module_drops_weights_in_training_only():
+    torch.manual_seed(0)
+    module = mg.BiasedRingAttention(12, 3, dropout=0.4).double()
+    x, bias = torch.randn(2, 7, 12, dtype=torch.float64), torch.randn(3, 7, 7, dtype=torch.float64)
+    q, k, v = (f(x).view(2, 7, 3, 4).transpose(1, 2) for f in (module.q_proj, module.k_proj, module.v_proj))
+    weights = (q @ k.mT / 2 + bias).softmax(dim=-1)
+    kept = weights * keep_mask(row_keys(KEY, 3, torch.arange(7)), torch.arange(7), 0.4) / 0.6
+    for training, attended in ((True, kept @ v), (False, weights @ v)):
+        module.train(training)
+        want = module.out_proj(attended.transpose(1, 2).flatten(2))
+        torch.testing.assert_close(module(x, bias, dropout_key=KEY), want)
+
+
 def test_hidden_dropout_keeps_row_keys_only():
     x = torch.randn(3, 50, 40, dtype=torch.float64, requires_grad=True)
     key = dropout_keys(0, 0, torch.arange(3))
