@@ -66,7 +66,7 @@ TESTS = {
     "kernels/hidden_dropout.py": ("tests/kernels/test_hidden_dropout.py",),
     "kernels/": ("tests/kernels/test_variants.py", *STEPS),
     "megagraph/attention/ring.py": ("tests/attention/test_ring.py",),
-    "megagraph/attention/module.py": ("tests/attention/test_operator.py", "tests/attention/test_dropout.py"),
+    "megagraph/attention/module.py": ("tests/attention/test_dropout.py", "tests/attention/test_operator.py"),
     "megagraph/attention/dropout.py": ("tests/attention/test_dropout.py", *STEPS),
     "megagraph/attention/": (*STEPS, "tests/attention/test_simd.py", "tests/attention/test_short.py"),
     "megagraph/models/": ("tests/models", "tests/attention/test_packing.py"),
