@@ -77,12 +77,12 @@ def short_fwd(
 
 
 @triton.jit
-def _write_matrix(t, i, numbers):
-    """Matrix i of t [..., ROWS, COLUMNS], contiguous."""
-    ROWS: tl.constexpr = numbers.shape[0]
-    COLUMNS: tl.constexpr = numbers.shape[1]
+def _write_sum(t, i, numbers, AXIS: tl.constexpr):
+    """t[i] = sum of numbers [., ., COLUMNS] over its first or second axis; t [..., ROWS, COLUMNS] is contiguous."""
+    ROWS: tl.constexpr = numbers.shape[1 - AXIS]
+    COLUMNS: tl.constexpr = numbers.shape[2]
     ptrs = t.ptr + (i * ROWS + tl.arange(0, ROWS)[:, None]) * COLUMNS
-    tl.store(ptrs + tl.arange(0, COLUMNS)[None, :], numbers)
+    tl.store(ptrs + tl.arange(0, COLUMNS)[None, :], tl.sum(numbers, axis=AXIS))
 
 
 @triton.jit
@@ -162,6 +162,6 @@ def short_bwd(
         if not ONE_TILE:
             tl.debug_barrier()  # the next key tile reads what this one added to dq
     if d_learned is not None and x.FORM == "bucket":  # partial sums [B, groups, BLOCK_R, GROUP]
-        _write_matrix(d_learned, pid, tl.sum(table, axis=0))
+        _write_sum(d_learned, pid, table, 0)
     elif d_learned is not None and x.FORM == "projected":  # partial sums [B, groups, GROUP, BLOCK_C]
-        _write_matrix(d_learned, pid, tl.sum(sums, axis=1))
+        _write_sum(d_learned, pid, sums, 1)

@@ -50,12 +50,9 @@ from megagraph.threads import CHUNKS, in_threads
 _SCORES_PER_THREAD = 1 << 15
 
 
-class _Work(NamedTuple):
-    """What a call computes."""
+class _Pairs(NamedTuple):
+    """Which queries and keys meet, and what is known of a pair beside its score."""
 
-    H: int
-    D: int
-    scale: np.float32  # of q k^T
     queries: Rows
     keys: Rows
     bias: BiasArrays
@@ -63,10 +60,10 @@ class _Work(NamedTuple):
 
 
 @jit(nogil=True)
-def _forward(first, last, work, planes, scratch):
+def _forward(first, last, sizes, planes, pairs, scratch):
     """Sequences first..last; maxima and sums [B, H, M], of a row's scores and their exponentials, unless empty."""
-    (H, D, scale, queries, keys, bias, dropout), (q, k, v, out, maxima, sums) = borrowed(work), borrowed(planes)
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
+    (H, D, scale), (q, k, v, out, maxima, sums), pairs = sizes, borrowed(planes), borrowed(pairs)
+    (query_start, query_slot, query_at), (key_start, slots, key_at), bias, dropout = pairs
     dropout_keys, threshold, dropout_scale = dropout
     k_t, v_t, q_t, out_t, s, state = borrowed(scratch)
     width, dropped = padded(D), len(dropout_keys) > 0
@@ -108,11 +105,11 @@ def _forward(first, last, work, planes, scratch):
 
 
 @jit(nogil=True)
-def _backward(first, last, work, planes, d_learned, scratch):
+def _backward(first, last, sizes, planes, d_learned, pairs, scratch):
     """Sequences first..last; gradients are written, those of a table or weight added to ``d_learned``, unless empty."""
-    (H, D, scale, queries, keys, bias, dropout), d_learned = borrowed(work), borrowed(d_learned)
-    (query_start, query_slot, query_at), (key_start, slots, key_at) = queries, keys
-    q, k, v, d_out, deltas, dq, dk, dv, d_dense = borrowed(planes)
+    (H, D, scale), (q, k, v, d_out, deltas, dq, dk, dv, d_dense), pairs = sizes, borrowed(planes), borrowed(pairs)
+    (query_start, query_slot, query_at), (key_start, slots, key_at), bias, dropout = pairs
+    d_learned = borrowed(d_learned)
     k_t, v_t, dk_t, dv_t, q_t, d_out_t, dq_t, s, dp, kept, d_table, state = borrowed(scratch)
     width, of_group = padded(D), LANES * bias.at.num_learned
     head_key = row_key = splat(np.uint32(0))
@@ -190,11 +187,6 @@ def _dropout(step: Step) -> Dropout:
     return Dropout(keys, np.uint32(dropout_threshold(step.dropout_p)), np.float32(1.0 / (1.0 - step.dropout_p)))
 
 
-def _work(step: Step, q: Tensor, queries: Rows, keys: Rows) -> _Work:
-    H, D = q.shape[1], q.shape[3]
-    return _Work(H, D, np.float32(step.scale), queries, keys, _bias(step, H), _dropout(step))
-
-
 def _scratch(*sizes: int) -> tuple[np.ndarray, ...]:
     """Arrays of so many vectors. They start as zeros: what is never written, where D was rounded up, adds nothing."""
     ends = np.cumsum(sizes) * LANES
@@ -230,12 +222,12 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, rows: tup
     sums = None if lse is None else torch.empty_like(lse)
     out = _side_by_side_as(given)
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, out, lse, sums))
-    work = _work(step, q, queries, keys)
+    pairs, scale = _Pairs(queries, keys, _bias(step, H), _dropout(step)), np.float32(step.scale)
 
     def run(_: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
         scratch = _scratch(size * width, size * width, width, width, size, 2)
-        _forward(first, last, work, planes, scratch)
+        _forward(first, last, (H, D, scale), planes, pairs, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if lse is not None and sums is not None:
@@ -258,15 +250,15 @@ def backward(
                 x.zero_()
     written = [None if x is None else _side_by_side_as(x) for x in given]
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, gradients.d_out, gradients.delta, *written))
-    work = _work(step, q, queries, keys)
-    width_of_share = 0 if d_learned is None else len(work.bias.learned)
+    pairs, scale = _Pairs(queries, keys, _bias(step, H), _dropout(step)), np.float32(step.scale)
+    width_of_share = 0 if d_learned is None else len(pairs.bias.learned)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), width_of_share), np.float32)
 
     def run(chunk: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
-        sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (work.bias.at.num_learned, 1)
+        sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (pairs.bias.at.num_learned, 1)
         scratch = _scratch(*sizes)
-        _backward(first, last, work, planes, shares[chunk], scratch)
+        _backward(first, last, (H, D, scale), planes, shares[chunk], pairs, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and dense is None:
