@@ -296,8 +296,8 @@ DRAWN = (
     Mutant(
         "read",
         "megagraph/checkpoint.py",
-        'if not isinstance(manifest["progress"], dict) or not isinstance(manifest["files"], dict):',
-        "if not isinstance(manifest[\"progress\"], dict) or isinstance(manifest['files'], dict):",
+        'if not all(isinstance(manifest[name], dict) for name in ("progress", "files", "config")):',
+        'if not all(isinstance(manifest[name], dict) for name in ("progress", "config")):',
     ),
     Mutant("load", "megagraph/state.py", "if not isinstance(value, Tensor):", "if isinstance(value, Tensor):"),
     Mutant("make_pipeline", "megagraph/epochs.py", "stage.to(device, config.parameter_dtype)", "pass"),

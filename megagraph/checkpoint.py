@@ -274,8 +274,8 @@ class Checkpoints:
             manifest = json.loads((folder / "manifest.json").read_text())
             if manifest["run"] != self._run:
                 raise ValueError("it is one of another run")
-            if not isinstance(manifest["progress"], dict) or not isinstance(manifest["files"], dict):
-                raise ValueError("its manifest names no progress or no files")
+            if not all(isinstance(manifest[name], dict) for name in ("progress", "files", "config")):
+                raise ValueError("its manifest names no progress, no files or no configuration")
             _ = manifest["data"]
             return manifest
 

@@ -100,6 +100,8 @@ def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]
 
 def parse_json(path: Path, what: str, again: str = "write it again") -> Any:
     """What a JSON file holds; ValueError where it is none, with what to do."""
+    if path.exists() and not path.is_file():  # to read a pipe is to wait for who writes it
+        raise ValueError(f"expected {what}, got {path}, which is no file; {again}")
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

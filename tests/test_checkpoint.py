@@ -125,6 +125,7 @@ def sealed(folder, name, edit) -> None:
 
 
 NO_METADATA = "metadata.json", "expected what lies where in a checkpoint in .*, got "
+NO_FIELDS = "its manifest names no progress, no files or no configuration"
 HOSTILE = {
     "no tensors": (*NO_METADATA, lambda values: values.pop("tensors")),
     "a chunk that is none": (*NO_METADATA, lambda values: values["tensors"]["a"].update(chunks=[10**30])),
@@ -135,7 +136,8 @@ HOSTILE = {
         "expected a at places and of sizes of at least 0, got",
         lambda values: values["tensors"]["a"]["chunks"][0].update(start=-1),
     ),
-    "no progress": ("manifest.json", "its manifest names no progress or no files", lambda v: v.update(progress=3)),
+    "no progress": ("manifest.json", NO_FIELDS, lambda v: v.update(progress=3)),
+    "no configuration": ("manifest.json", NO_FIELDS, lambda v: v.update(config=0.5)),
 }
 
 

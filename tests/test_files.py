@@ -24,6 +24,14 @@ def test_a_file_is_replaced_in_one_move_or_not_at_all(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_is_no_file_is_not_read(tmp_path):
+    """A pipe that nobody writes would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match=f"expected a plan, got {path}, which is no file; write it again"):
+            files.parse_json(path, "a plan")
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
