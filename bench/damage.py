@@ -260,8 +260,8 @@ def look(bench: Bench, case: Case, start: bool) -> tuple[str, str, dict[str, Any
 
 def run(bench: Bench, todo: Iterator[Case], row: dict[str, Any], at_most: int | None, save: Callable[[], None]) -> None:
     """Judge the cases after the first ``row["cases"]``, and count them there."""
-    counts, before = {kind: Counter(found) for kind, found in row["counts"].items()}, row["cases"]
-    row["counts"] = counts
+    before = row["cases"]
+    counts = row["counts"] = {kind: Counter(found) for kind, found in row["counts"].items()}
     for index, case in enumerate(todo):
         if index < before:
             continue

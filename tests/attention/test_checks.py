@@ -27,7 +27,7 @@ def valid(name: str) -> dict:
         k=problem.k,
         v=problem.v,
         engine="triton" if DEVICE == "cuda" else "blocked",
-        short=False,
+        short="step" not in name,
         form="bucket",
         data=problem.bias.index,
         learned=problem.bias.table,

@@ -10,6 +10,7 @@ import torch
 
 import megagraph as mg
 from megagraph.attention.cpu import rows
+from megagraph.attention.cpu import tiles as long_path
 from megagraph.attention.engines import NARROW, SHORT
 from megagraph.attention.operator import _checked, make_step
 from megagraph.kernels import tiles
@@ -18,6 +19,13 @@ from tests.problems import FORMS, Shape, assert_matches, make_problem, to
 
 #        M    N   D   H
 SHAPES = ((1, 17, 4, 8), (17, 33, 8, 12), (33, 9, 5, 3), (40, 40, 16, 16), (63, 129, 16, 2), (5, 6, 1, 1))
+
+
+@pytest.fixture(autouse=True)
+def _only_this_path(monkeypatch):
+    """``blocked`` takes it for all problems here: it has no other one meanwhile."""
+    for name in ("forward", "backward"):
+        monkeypatch.delattr(long_path, name)
 
 
 def problem_of(form, shape, B=2, **options):
