@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -110,19 +110,7 @@ def loop_instructions(arch: str) -> dict[str, float]:
     """Instructions per score and lane of the committed compilation, summed over the loops of each variant."""
     path = RESULTS / "compile" / f"{arch}.json"
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {row["variant"]: sum(instructions(row).values()) for row in rows}
-
-
-def instructions(row: dict[str, Any]) -> dict[str, float]:
-    """Of each pass in a row of the compile report, per score and lane, in tiles without masks.
-
-    The first loop of a pass, as a masked one of the same width may follow.
-    """
-    counts: dict[str, float] = {}
-    for loop in row["loops"]:
-        if not loop["masked"]:
-            counts.setdefault(loop["pass"], loop["instructions"])
-    return counts
+    return {row["variant"]: row["total"] for row in rows}
 
 
 def work(case: Case, backward: bool) -> dict[str, float]:

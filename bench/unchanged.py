@@ -109,29 +109,19 @@ def code(arch: str, variant: Any) -> Record:
     """What one kernel compiles to."""
     from bench import compile_report
 
-    kept: list[str] = []
-    launch = compile_report._Compiled.__getitem__
-
-    def keep(self, grid):
-        compile_ = launch(self, grid)
-
-        def compile_and_keep(*args, **kwargs):
-            compile_(*args, **kwargs)
-            kept.append(self.binary.asm["ptx" if "ptx" in self.binary.asm else "amdgcn"])
-
-        return compile_and_keep
-
-    compile_report._Compiled.__getitem__ = keep  # type: ignore[method-assign]
-    try:
-        row = compile_report.compile_variant(arch, variant)
-    finally:
-        compile_report._Compiled.__getitem__ = launch  # type: ignore[method-assign]
-    text = re.split(r"\n\s*\.section\s+\.debug", kept[0])[0]
-    text = "\n".join(line for line in text.splitlines() if not _OF_SOURCES.match(line))
+    rows: list[Record] = []
+    texts = []
+    with compile_report.compiled_launches(arch) as launches:
+        compile_report.prepare(variant)()
+    for launch in launches:
+        rows.append(compile_report.kernel_row(launch))
+        assembly = launch.binary.asm["ptx" if "ptx" in launch.binary.asm else "amdgcn"]
+        text = re.split(r"\n\s*\.section\s+\.debug", assembly)[0]
+        texts += [line for line in text.splitlines() if not _OF_SOURCES.match(line)]
     name = f"{arch} {variant.name}"
     return {
-        f"{name}: code": xxhash.xxh3_128_hexdigest(text.encode()),
-        f"{name}: counts": {key: row.get(key) for key in ("registers", "spills", "shared", "tiles")},
+        f"{name}: code": xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
+        f"{name}: counts": [{key: row[key] for key in ("registers", "spills", "shared", "tiles")} for row in rows],
     }
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megagraph.kernels import backward, forward, short, tiles
+from megagraph.kernels.halves import CODES
 from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Softmax, Strided
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 @functools.lru_cache(maxsize=256)
 def _segment_table(segments: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
     return torch.tensor(segments, dtype=torch.int32, device=device).reshape(len(segments), 3)
+
+
+@functools.lru_cache(maxsize=16)
+def _codes(code: int, device: torch.device) -> Tensor:
+    return torch.arange(TABLE_SIZE.value, dtype=torch.int16, device=device) | code
 
 
 def _strided(x, *batch):
@@ -73,6 +79,7 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
     if form == "bucket" and learned is not None:
         learned = pad_table(learned, torch.promote_types(q.dtype, torch.float32))
     values = {"dense": learned, "projected": data}.get(form)
+    code = CODES.get(q.dtype, 0)
     constants = {
         "FORM": form,
         "NUM_CHANNELS": data.shape[1] if form == "projected" and data is not None else 0,
@@ -84,6 +91,8 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
         "OFFSETS": _offsets_dtype(q, k, v, data, values, *others),
         "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
         "ACC_DTYPE": tl.float64 if q.dtype == torch.float64 else tl.float32,
+        "ASSEMBLY": tiles.has_halves(tiles.architecture()),
+        "CODE": code,
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),
     }
@@ -97,6 +106,7 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
         padding=_strided(step.key_padding_mask),
         dropout_key=None if dropout_key is None else dropout_key.contiguous(),
         row_ids=step.row_ids.contiguous() if dropout and step.row_ids is not None else None,
+        codes=_codes(code, q.device) if form == "bucket" else None,
         segments=_segment_table(segments, q.device),
         num_segments=len(segments),
         scale=float(step.scale),

@@ -52,6 +52,7 @@ class Operands(NamedTuple):
     padding: Strided | None  # [B, N], nonzero = masked
     dropout_key: Tensor | None  # int32 [B]
     row_ids: Tensor | None  # int32 [M]
+    codes: Tensor | None  # int16 [TABLE_SIZE], bit pattern of each bucket, as ``halves.equal`` compares them
     segments: Tensor  # int32 [num_segments, 3]
     num_segments: int
     scale: float
@@ -69,6 +70,8 @@ class Operands(NamedTuple):
     OFFSETS: tl.dtype  # of offsets within a tile, 64 bits where a stride needs it; starts of tiles have 64 bits
     COLUMN_ALIGNMENT: int  # divides the column where a segment starts
     ACC_DTYPE: tl.dtype  # of scores and sums
+    ASSEMBLY: bool  # ``halves`` may use it
+    CODE: int  # or'ed with a bucket to give its pattern
     D: int
     BLOCK_D: int  # D padded to a power of two, at least 16, in registers
 

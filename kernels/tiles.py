@@ -88,3 +88,8 @@ def choose_short(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
     block_m, block_n = edge(M), edge(N)
     warps = max(1, min(8, group * block_m * block_n // (32 * 32)))
     return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+
+
+def has_halves(arch: str) -> bool:
+    """Whether ``halves`` may use its assembly: compares of bf16 pairs came with compute capability 9."""
+    return not INTERPRET and arch.startswith("sm_") and _version(arch) >= _version("sm_90")

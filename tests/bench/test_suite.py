@@ -91,20 +91,25 @@ def test_issue_slots():
     assert issue_slot_seconds(8.0, elements, H200) == pytest.approx(elements / H200.exp)
 
 
-def compiled(variant: str, form: str, **passes: float) -> dict:
-    """A row of the compile report; masked tiles and spills are there to be left out, or found."""
-    loops = [{"pass": name, "masked": False, "instructions": count, "spills": 0} for name, count in passes.items()]
-    loops.append({"pass": "fwd_tile", "masked": True, "instructions": 99.0, "spills": 0})
-    row = {"arch": "sm_90", "variant": variant, "form": form, "head_dim": 64, "shared": 0, "loops": loops}
-    return row | {"learned_grad": None}
+def compiled(variant: str, total: float, spills: int = 0, programs: int = 2) -> dict:
+    """A row of the compile report; a masked tile is there to be left out, or its spills to be found."""
+    kernel, form, _, head_dim, _, *flags = variant.split("-")
+    loops = [
+        {"pass": "tile", "masked": False, "instructions": total, "spills": 0},
+        {"pass": "tile", "masked": True, "instructions": 99.0, "spills": spills},
+    ]
+    row = {"arch": "sm_90", "variant": variant, "kernel": kernel, "form": form, "head_dim": int(head_dim[1:])}
+    row |= {"path": "short" if "short" in flags else "long", "learned_grad": "frozen" not in flags, "shared": 0}
+    kernels = [{"kernel": "step", "programs_per_sm": programs, "warps_per_sm": 4 * programs}]
+    return row | {"kernels": kernels, "loops": loops, "total": compile_report.total(loops)}
 
 
 def test_issue_seconds_are_those_of_the_committed_counts(tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
     rows = [
-        compiled("fwd-bucket-bfloat16-D64-only", "bucket", fwd_tile=13.0),
-        compiled("fwd-bucket-bfloat16-D8-only-short", "bucket", short_fwd=18.0),
-        compiled("bwd-bucket-bfloat16-D64-only", "bucket", key_tile=14.0, query_tile=11.0, table_tile=27.0),
+        compiled("fwd-bucket-bfloat16-D64-only", 13.0),
+        compiled("fwd-bucket-bfloat16-D8-only-short", 18.0),
+        compiled("bwd-bucket-bfloat16-D64-only", 52.0),
     ]
     (tmp_path / "compile").mkdir()
     (tmp_path / "compile" / "sm_90.json").write_text(json.dumps(rows))
@@ -124,24 +129,46 @@ def test_issue_seconds_are_those_of_the_committed_counts(tmp_path, monkeypatch):
     floors.loop_instructions.cache_clear()
 
 
-def test_budget_of_instructions():
-    frozen = compiled("bwd-projected-bfloat16-D64-only-frozen", "projected", query_tile=17.5)
-    learned = compiled("bwd-projected-bfloat16-D64-only", "projected", query_tile=53.0)
-    assert compile_report.learned_grad(learned, frozen) == 35.5
-    assert compile_report.learned_grad(compiled("bwd", "bucket", table_tile=27.0), None) == 27.0
-    assert compile_report.learned_grad(frozen, None) is None
+def test_budget_of_instructions(tmp_path, monkeypatch):
+    entry = {"kernel": "bwd", "form": "bucket", "path": "long"}
+    entries = [entry | {"head_dims": [8], "most": 19, "pending": 50}, entry | {"most": 40}]
+    budget = tmp_path / "budget.json"
+    budget.write_text(json.dumps({"max_head_dim": 64, "totals": entries}))
+    monkeypatch.setattr(compile_report, "BUDGET", budget)
 
-    learned["learned_grad"] = 35.5
-    forward = compiled("fwd-dense-bfloat16-D64-only", "dense", fwd_tile=10.6)
-    faults = compile_report.over_budget([learned, frozen, forward])
-    assert [fault.rpartition(" instructions")[0] for fault in faults] == [
-        "sm_90 bwd-projected-bfloat16-D64-only learned_grad: 35.5",
-        "sm_90 fwd-dense-bfloat16-D64-only fwd_tile: 10.6",
+    def faults(variant: str, *args: float, **kwargs: int) -> list[str]:
+        return compile_report.over_budget([compiled(variant, *args, **kwargs)])
+
+    for variant, count in (("D8-only", 50), ("D64-only", 40), ("D128-only", 99), ("D64-only-short", 99)):
+        assert faults(f"bwd-bucket-bfloat16-{variant}", count) == []
+    assert faults("bwd-bucket-bfloat16-D64-only-frozen", 99) == faults("fwd-bucket-bfloat16-D64-only", 99) == []
+    (above,), (met,) = (faults("bwd-bucket-bfloat16-D8-only", count) for count in (51, 19))
+    assert above.endswith("51 instructions per score, at most 50") and met.endswith("so 19 is no longer pending")
+    (above,) = faults("bwd-bucket-bfloat16-D64-only", 41)
+    assert above.endswith("41 instructions per score, at most 40")
+    (spills,) = faults("fwd-none-bfloat16-D128-only", 9, spills=2)
+    (warps,) = faults("fwd-none-bfloat16-D128-only", 9, programs=1)
+    assert spills.endswith("tile: 2 spills") and warps.endswith("step: 4 warps a multiprocessor, at least 8")
+    wide = compiled("fwd-none-bfloat16-D64-only", 9) | {"shared": 1 << 20}
+    (memory,) = compile_report.too_large([wide])
+    assert "1048576 bytes of shared memory" in memory
+
+
+def test_a_total_is_of_the_first_loop_of_each_pass():
+    loops = [("fwd", False, 7.0), ("fwd", True, 9.0), ("key", False, 3.0), ("fwd", False, 8.0)]
+    assert (
+        compile_report.total([dict(zip(("pass", "masked", "instructions"), loop, strict=True)) for loop in loops]) == 10
+    )
+
+
+def test_programs_of_a_multiprocessor():
+    """65,536 registers, 228 KiB of shared memory, 64 warps."""
+    assert [compile_report.programs_per_sm(90, *sizes) for sizes in ((255, 0, 4), (128, 0, 8), (32, 0, 4))] == [
+        2,
+        2,
+        16,
     ]
-    wide = forward | {"head_dim": 128, "shared": 1 << 20}
-    wide["loops"][0]["spills"] = 2
-    (spills,), (memory,) = compile_report.over_budget([wide]), compile_report.too_large([wide, forward])
-    assert "1048576 bytes of shared memory" in memory and spills.endswith("fwd_tile: 2 spills")
+    assert compile_report.programs_per_sm(90, 32, 100_000, 4) == 2
 
 
 def test_tiles_are_chosen_by_instructions_or_by_time(monkeypatch):
