@@ -12,11 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megagraph.kernels import backward, forward, short, tiles
+from megagraph.kernels import narrow as narrow_kernels
 from megagraph.kernels.halves import CODES
+from megagraph.kernels.narrow import Narrow
 from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Softmax, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import Gradients, State, Step
+
+
+PARTS_BYTES = 1 << 28  # of partial sums of dq at a time, at most, where one key tile takes less
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,11 +174,11 @@ def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Grad
     """One visiting block's gradients; two calls give the same bits."""
     d_out, dq, dk, dv, d_learned = (getattr(gradients, name) for name in ("d_out", "dq", "dk", "dv", "d_learned"))
     operands = _operands(step, q, k, v, d_out, dq, dk, dv)
-    B, H, M, _ = q.shape
+    B, H, M, D = q.shape
     form, lse = step.form, gradients.lse
     shared = form == "dense" and d_learned is not None and d_learned.shape[:2] != (B, H)
-    if step.short and not shared:
-        _short_bwd(operands, step, q, k, gradients)
+    if D <= tiles.NARROW and not shared:
+        _narrow_bwd(operands, step, q, k, gradients)
         return
     blocks = _tiles("bwd", step, q)
     query_tiles = triton.cdiv(M, blocks["QUERY_M"])
@@ -221,32 +226,90 @@ def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Grad
         d_learned += partials.sum(dim=(0, 2)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
 
 
-def _short_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, gradients: Gradients) -> None:
-    B, H, M, _ = q.shape
-    form, d_learned, lse = step.form, gradients.d_learned, gradients.lse
-    blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
-    group = blocks["GROUP"]
-    groups = triton.cdiv(H, group)
-    one_tile = k.shape[2] <= blocks["BLOCK_N"]
-    dq_sums = gradients.dq if one_tile else torch.empty_like(gradients.dq, dtype=lse.dtype)
-    block_c, block_r, grad, partials = 2, 16, None, None
+def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, gradients: Gradients) -> None:
+    """One pass for heads that share a program; ``gradients`` has a plane of its own for each dense one."""
+    B, H, M, D = q.shape
+    Nk, form, d_learned, lse = k.shape[2], step.form, gradients.d_learned, gradients.lse
+    longest = max((length for _, _, length in step.segments), default=0)
+    blocks = tiles.choose_narrow(H, q.element_size(), M, longest)
+    group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
+    heads = triton.cdiv(H, group) * group
+    key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)
+    query_rows, key_rows = triton.cdiv(M, block_m) * block_m, triton.cdiv(Nk, 16) * 16 + block_n
+    if key_tiles == 0 or M == 0:
+        if not gradients.accumulate:
+            for x in (gradients.dq, gradients.dk, gradients.dv):
+                x.zero_()
+        return
+    # lse / scale leaves the range of fp16, and costs fp32 its last digits
+    packed = not step.short and q.dtype in (torch.bfloat16, torch.float64) and abs(step.scale) > 1e-20
+    width = max(16, triton.next_power_of_2(D + 3)) if packed else operands.BLOCK_D.value
+
+    def rows(x: Tensor, num_rows: int) -> Strided | None:
+        return _strided(x.new_empty(B, num_rows, heads, width).transpose(1, 2) if packed else x)
+
+    table = None
+    if form == "bucket":
+        table = q.new_zeros(TABLE_SIZE.value, heads, dtype=lse.dtype)
+        table[:, :H] = operands.learned.ptr.T * (math.log2(math.e) if operands.FOLD.value else 1.0)
+    block_r, grad, partials = 16, None, None
     if d_learned is not None and form == "dense":
         grad = _strided(d_learned)
-    elif d_learned is not None and form == "bucket":
-        block_r = max(16, triton.next_power_of_2(d_learned.shape[1]))
-        partials = lse.new_empty(B, groups, block_r, group)
     elif d_learned is not None:
-        block_c = max(2, triton.next_power_of_2(d_learned.shape[1]))
-        partials = lse.new_empty(B, groups, group, block_c)
+        block_r = max(16 if form == "bucket" else 8, triton.next_power_of_2(d_learned.shape[1]))
+        shape = (block_r, group) if form == "bucket" else (group, block_r)
+        partials = lse.new_empty(B, key_tiles, heads // group, *shape)
+        grad = _strided(partials)
+    at_once = min(key_tiles, max(1, PARTS_BYTES // (B * query_rows * heads * D * lse.element_size())))
+    parts = lse.new_empty(at_once, B, query_rows, heads, D) if key_tiles > 1 else None
+    total = lse.new_empty(B, query_rows, heads, D) if key_tiles > at_once else None
+    constants = {
+        "HEADS": heads,
+        "PACKED": packed,
+        "WIDTH": width,
+        "LOW_D": 8 if D <= 8 else 16,
+        "BIAS_DTYPE": operands.ACC_DTYPE.value,
+        "ACCUMULATE": gradients.accumulate,
+    }
+    narrow = Narrow(
+        q=rows(q, query_rows),
+        k=rows(k, key_rows),
+        v=rows(v := operands.v.ptr, key_rows),
+        d_out=rows(gradients.d_out, query_rows),
+        table=table,
+        dq=_strided(gradients.dq) if parts is None else None,
+        parts=parts,
+        dk=_strided(gradients.dk),
+        dv=_strided(gradients.dv),
+        d_learned=grad,
+        query_rows=query_rows,
+        key_rows=key_rows,
+        part=B * query_rows * heads * D,
+        key_tiles=key_tiles,
+        first_tile=0,
+        tiles=at_once,
+        **{name: tl.constexpr(value) for name, value in constants.items()},
+    )
+    saved = _saved(gradients)
     with torch.cuda.device_of(q):
-        short.short_bwd[(B * groups,)](
-            operands, _saved(gradients), _strided(dq_sums), _strided(gradients.dk), _strided(gradients.dv),
-            grad if partials is None else _strided(partials), BLOCK_C=block_c, BLOCK_R=block_r,
-            MASKED=_overruns(M, k, blocks), ONE_TILE=one_tile, WARPS=blocks["num_warps"], **blocks,
-        )  # fmt: skip
-    if not one_tile:
-        gradients.dq.copy_(dq_sums)
+        if packed:
+            block = 16 * group  # divides the rows of all heads
+            query_programs = B * query_rows * heads // block
+            programs = query_programs + B * key_rows * heads // block
+            narrow_kernels.pack_rows[(programs,)](operands, narrow, saved, query_programs, block)
+        for first in range(0, key_tiles, at_once):
+            now = min(at_once, key_tiles - first)
+            part = narrow._replace(first_tile=first, tiles=now)
+            narrow_kernels.one_pass[(B * now * heads // group,)](
+                operands, part, saved, BLOCK_R=block_r, WARPS=blocks["num_warps"], **blocks
+            )
+            if parts is not None:
+                block = 1024
+                narrow_kernels.sum_parts[(triton.cdiv(narrow.part, block),)](
+                    operands, narrow, _strided(gradients.dq), total, now,
+                    ADD=first > 0, LAST=first + now == key_tiles, BLOCK=block,
+                )  # fmt: skip
     if d_learned is not None and partials is not None:
-        sums = partials.sum(dim=0)
+        sums = partials.sum(dim=(0, 1))
         sums = sums.transpose(1, 2) if form == "bucket" else sums
         d_learned += sums.flatten(0, 1)[:H, : d_learned.shape[1]]

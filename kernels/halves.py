@@ -20,11 +20,11 @@ def equal(x, a, b, dtype: tl.constexpr):
     """1 where the int16 patterns a and b agree, else 0, in ``dtype``; patterns of ``CODES`` where it has 16 bits."""
     if x.ASSEMBLY and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "set.eq.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=dtype, is_pure=True, pack=2
+            "set.eq.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     elif x.ASSEMBLY and dtype == tl.float16:
         return tl.inline_asm_elementwise(
-            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=dtype, is_pure=True, pack=2
+            "set.eq.f16x2.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
         return (a == b).to(dtype)
@@ -36,11 +36,11 @@ def multiply_add(x, a, b, c):
     tie."""
     if x.ASSEMBLY and c.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=c.dtype, is_pure=True, pack=2
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     elif x.ASSEMBLY and c.dtype == tl.float16:
         return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=c.dtype, is_pure=True, pack=2
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
         )
     elif c.dtype.primitive_bitwidth == 16:
         return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(c.dtype)

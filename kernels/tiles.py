@@ -90,6 +90,14 @@ def choose_short(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
     return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
 
 
+def choose_narrow(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
+    """Tiles of the pass over narrow heads: up to eight heads, which share the one-hot matrix of a table's gradient."""
+    group = min(8 if itemsize == 2 else 2, triton.next_power_of_2(H))
+    block_n = min(64 if itemsize == 2 else 32, max(16, triton.next_power_of_2(N)))
+    warps = max(1, min(8, group * 16 * block_n // (32 * 32)))
+    return {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+
+
 def has_halves(arch: str) -> bool:
     """Whether ``halves`` may use its assembly: compares of bf16 pairs came with compute capability 9."""
     return not INTERPRET and arch.startswith("sm_") and _version(arch) >= _version("sm_90")
