@@ -178,7 +178,7 @@ def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Grad
     form, lse = step.form, gradients.lse
     shared = form == "dense" and d_learned is not None and d_learned.shape[:2] != (B, H)
     if D <= tiles.NARROW and not shared:
-        _narrow_bwd(operands, step, q, k, gradients)
+        _narrow_bwd(operands, step, q, k, v, gradients)
         return
     blocks = _tiles("bwd", step, q)
     query_tiles = triton.cdiv(M, blocks["QUERY_M"])
@@ -226,7 +226,7 @@ def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Grad
         d_learned += partials.sum(dim=(0, 2)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
 
 
-def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, gradients: Gradients) -> None:
+def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
     """One pass for heads that share a program; ``gradients`` has a plane of its own for each dense one."""
     B, H, M, D = q.shape
     Nk, form, d_learned, lse = k.shape[2], step.form, gradients.d_learned, gradients.lse
@@ -274,7 +274,7 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, gradients:
     narrow = Narrow(
         q=rows(q, query_rows),
         k=rows(k, key_rows),
-        v=rows(v := operands.v.ptr, key_rows),
+        v=rows(v, key_rows),
         d_out=rows(gradients.d_out, query_rows),
         table=table,
         dq=_strided(gradients.dq) if parts is None else None,

@@ -116,7 +116,7 @@ def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
         h, row, b = flat % n.HEADS, flat // n.HEADS % n.query_rows, flat // n.HEADS // n.query_rows
         exists = (h < x.H) & (row < x.M)
         stat = (b * x.H + h) * x.M + row
-        lse = tl.load(saved.lse + stat, mask=exists, other=0.0)
+        lse = tl.load(saved.lse + stat, mask=exists, other=1e8)  # of a row that does not exist: p = 0
         lse = tl.where(lse == -float("inf"), 0.0, lse)  # no key is valid: s = -inf, whatever stands here
         delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
         if x.THRESHOLD > 0:  # dp is scaled and dropped before delta is subtracted
@@ -154,18 +154,15 @@ def _offsets(n, heads, offs, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, n, t, num_rows, b, heads, start, offs, left, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """Rows start + offs of several heads of t, [GROUP, BLOCK, COLUMNS]; packed ones exist beyond ``left`` and D."""
+def _load_rows(x, n, t, num_rows, b, heads, start, offs, COLUMNS: tl.constexpr):
+    """Rows start + offs of several heads of t, [GROUP, BLOCK, COLUMNS]; zero beyond D, where packed ones go on."""
     if n.PACKED:
         rows = tl.load(
             t.ptr + (b * num_rows + start) * (n.HEADS * n.WIDTH) + _offsets(n, heads, offs, n.WIDTH, COLUMNS)
         )
     else:
         ptrs = _row_ptrs(x, t, b, heads, start, offs, COLUMNS)
-        mask = (tl.arange(0, COLUMNS) < x.D)[None, None, :]
-        if MASKED:
-            mask = mask & (offs < left)[None, :, None]
-        rows = tl.load(ptrs, mask=mask, other=0.0)
+        rows = tl.load(ptrs, mask=(tl.arange(0, COLUMNS) < x.D)[None, None, :], other=0.0)
     if INTERPRET and rows.dtype == tl.bfloat16:  # the interpreter multiplies bf16 bit patterns
         rows = rows.to(tl.float32)
     return rows
@@ -173,15 +170,13 @@ def _load_rows(x, n, t, num_rows, b, heads, start, offs, left, COLUMNS: tl.const
 
 @triton.jit
 def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr):
-    """Scores [GROUP, BLOCK_N, BLOCK_M] as ``tile.scores_of_heads`` says, in base 2 if FOLD; ``qk`` too has the scale."""
+    """Scores [GROUP, BLOCK_N, BLOCK_M] as ``tile.scores_of_heads`` says, in base 2 if FOLD; those of a query that does
+    not exist are some number."""
     heads = tl.minimum(queries.h, x.H - 1)
-    in_cols = offs_n < keys.left
-    inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * (x.scale * LOG2E if x.FOLD else x.scale)
     if x.FORM == "dense":
         ptrs = planes_ptrs(x, x.learned, Queries(queries.b, heads, queries.row, queries.offs, None, None), keys, offs_n)
-        values = tl.load(ptrs, mask=inside[None, :, :], other=0.0) if MASKED else tl.load(ptrs)
-        values = tl.permute(values, (0, 2, 1)).to(x.ACC_DTYPE)
+        values = tl.permute(tl.load(ptrs), (0, 2, 1)).to(x.ACC_DTYPE)
         s += values * LOG2E if x.FOLD else values
     elif x.FORM == "bucket":
         index = tl.trans(bucket).to(tl.int32)
@@ -192,41 +187,35 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
         for c in tl.static_range(x.NUM_CHANNELS):
             weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
             weight = (weight * LOG2E if x.FOLD else weight).to(n.BIAS_DTYPE)
-            channel = tl.trans(_channel(x, c, queries, keys, offs_n, inside, MASKED)).to(n.BIAS_DTYPE)
-            weight, channel = (
-                tl.broadcast_to(weight[:, None, None], s.shape),
-                tl.broadcast_to(channel[None, :, :], s.shape),
-            )
+            channel = tl.trans(_channel(x, c, queries, keys, offs_n)).to(n.BIAS_DTYPE)
+            weight, channel = tl.broadcast_to(weight[:, None, None], s.shape), tl.broadcast_to(channel[None, :, :], s.shape)
             bias = multiply_add(x, weight, channel, bias)
         s = bias if n.BIAS_DTYPE == x.ACC_DTYPE else s + bias.to(x.ACC_DTYPE)
         if x.bias_mask is not None:
-            masked = tl.trans(_masked_pairs(x, queries, keys, offs_n, inside, MASKED))
+            masked = tl.trans(_masked_pairs(x, queries, keys, offs_n, None, False))
             s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
     if x.padding is not None:
-        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, :, None]
+        s += _padding(x, queries.b, keys.col, offs_n, None, False)[None, :, None]
     if MASKED:
-        s = tl.where(tl.trans(inside)[None, :, :], s, -float("inf"))
+        s = tl.where((tl.arange(0, offs_n.shape[0]) < keys.left)[None, :, None], s, -float("inf"))
     return s
 
 
 @triton.jit
-def _channel(x, c, queries, keys, offs_n, inside, MASKED: tl.constexpr):
+def _channel(x, c, queries, keys, offs_n):
     """Channel c of each pair of nodes, as it is stored."""
     stride_b, stride_c, stride_m, stride_n = x.data.strides
     plane = Strided(x.data.ptr + queries.b * stride_b + c * stride_c, (stride_m, stride_n))
-    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
+    return _load_plane(x, plane, queries, keys, offs_n, None, False)
 
 
 @triton.jit
-def _channels(x, queries, keys, offs_n, inside, BLOCK_C: tl.constexpr, MASKED: tl.constexpr):
+def _channels(x, queries, keys, offs_n, BLOCK_C: tl.constexpr):
     """All channels of each pair, [BLOCK_M, BLOCK_N, BLOCK_C]; columns beyond C repeat them and are not read."""
     stride_b, stride_c, stride_m, stride_n = x.data.strides
     offs_c = (tl.arange(0, BLOCK_C) % x.NUM_CHANNELS).to(tl.int64)[None, None, :]
     start = x.data.ptr + queries.b * stride_b + queries.row * stride_m + keys.col * stride_n
-    ptrs = start + (offs_c * stride_c + plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)[:, :, None])
-    if MASKED:
-        return tl.load(ptrs, mask=inside[:, :, None], other=0.0)
-    return tl.load(ptrs)
+    return tl.load(start + (offs_c * stride_c + plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)[:, :, None]))
 
 
 @triton.jit
@@ -237,20 +226,22 @@ def _add_learned(x, n, sums, ds, queries, keys, offs_n, WARPS: tl.constexpr, MAS
     """
     GROUP: tl.constexpr = ds.shape[0]
     PAIRS: tl.constexpr = ds.shape[1] * ds.shape[2] // WARPS
-    inside = queries.inside[:, None] & (offs_n < keys.left)[None, :]
     if x.FORM == "dense":
         heads = Queries(queries.b, tl.minimum(queries.h, x.H - 1), queries.row, queries.offs, None, None)
-        keep = (queries.h < x.H)[:, None, None] & inside[None, :, :]
+        keep = (queries.h < x.H)[:, None, None]
+        if MASKED:
+            in_cols = tl.arange(0, offs_n.shape[0]) < keys.left
+            keep = keep & queries.inside[None, :, None] & in_cols[None, None, :]
         tl.store(planes_ptrs(x, n.d_learned, heads, keys, offs_n), ds, mask=keep)
     elif x.FORM == "bucket":
-        codes = bucket_tile(x, queries, keys, offs_n, inside, MASKED).to(tl.int16) | x.CODE
+        codes = bucket_tile(x, queries, keys, offs_n, None, False).to(tl.int16) | x.CODE
         # codes of rows are loaded: only then is the one-hot matrix built where the product wants it
         of_rows = tl.load(x.codes + tl.arange(0, sums.shape[1]))[None, :, None]
         codes, of_rows = tl.broadcast(tl.reshape(codes, [WARPS, 1, PAIRS]), of_rows)
         ds = tl.permute(tl.reshape(ds, [GROUP, WARPS, PAIRS]), (1, 2, 0))
         sums = add_dot(sums, equal(x, codes, of_rows, ds.dtype), ds)
     elif x.FORM == "projected":
-        channels = _channels(x, queries, keys, offs_n, inside, sums.shape[2], MASKED).to(ds.dtype)
+        channels = _channels(x, queries, keys, offs_n, sums.shape[2]).to(ds.dtype)
         ds = tl.permute(tl.reshape(ds, [GROUP, WARPS, PAIRS]), (1, 0, 2))
         sums = add_dot(sums, ds, tl.reshape(channels, [WARPS, PAIRS, sums.shape[2]]))
     return sums
@@ -261,16 +252,19 @@ def _pass_tile(
     x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, WARPS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Add the share of some queries to the sums, and write what these keys add to their dq."""
-    b, heads, row, offs_m = queries.b, queries.h, queries.row, queries.offs
+    b, heads, row = queries.b, queries.h, queries.row
+    offs_m = tl.arange(0, queries.offs.shape[0])
+    own_m = offs_m if n.PACKED else queries.offs  # rows beyond M are packed, too
     offs_n = tl.arange(0, k.shape[1])
-    left = x.M - row
+    if MASKED:
+        offs_n = tl.minimum(offs_n, keys.left - 1)
     own = heads if n.PACKED else tl.minimum(heads, x.H - 1)
-    q = _load_rows(x, n, n.q, n.query_rows, b, own, row, offs_m, left, n.WIDTH, MASKED)
-    do = _load_rows(x, n, n.d_out, n.query_rows, b, own, row, offs_m, left, n.WIDTH, MASKED)
-    q_low = _load_rows(x, n, n.q, n.query_rows, b, own, row, offs_m, left, n.LOW_D, MASKED)
-    do_low = _load_rows(x, n, n.d_out, n.query_rows, b, own, row, offs_m, left, n.LOW_D, MASKED)
+    q = _load_rows(x, n, n.q, n.query_rows, b, own, row, own_m, n.WIDTH)
+    do = _load_rows(x, n, n.d_out, n.query_rows, b, own, row, own_m, n.WIDTH)
+    q_low = _load_rows(x, n, n.q, n.query_rows, b, own, row, own_m, n.LOW_D)
+    do_low = _load_rows(x, n, n.d_out, n.query_rows, b, own, row, own_m, n.LOW_D)
     exists = (heads < x.H)[:, None] & queries.inside[None, :]
-    stat = (b * x.H + tl.minimum(heads, x.H - 1))[:, None] * x.M + (row + offs_m)[None, :]
+    stat = (b * x.H + tl.minimum(heads, x.H - 1))[:, None] * x.M + (row + queries.offs)[None, :]
 
     s = _turned_scores(x, n, dot(x, k, tl.permute(q, (0, 2, 1))), queries, keys, offs_n, bucket, MASKED)
     if not n.PACKED:
@@ -279,7 +273,7 @@ def _pass_tile(
     dp = dot(x, v, tl.permute(do, (0, 2, 1)))
     p_kept = p
     if x.THRESHOLD > 0:  # kept p is scaled once, in dv
-        row_key = row_keys(x, b, heads[:, None], tl.minimum(row + offs_m, x.M - 1)[None, :])
+        row_key = row_keys(x, b, heads[:, None], (row + queries.offs)[None, :])
         drop = dropped(x, row_key[:, None, :], (keys.col + offs_n)[None, :, None])
         p_kept = tl.where(drop, 0.0, p)
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
@@ -295,7 +289,7 @@ def _pass_tile(
         start = n.parts + (place * n.part + (b * n.query_rows + row) * (n.HEADS * x.D))
         tl.store(start + _offsets(n, heads, offs_m, x.D, n.LOW_D), dq, mask=offs_d < x.D)
     else:
-        ptrs = _row_ptrs(x, n.dq, b, own, row, offs_m, n.LOW_D)
+        ptrs = _row_ptrs(x, n.dq, b, own, row, own_m, n.LOW_D)
         keep = exists[:, :, None] & (offs_d < x.D)
         dq *= x.scale
         if n.ACCUMULATE:
@@ -345,9 +339,10 @@ def one_pass(
     own = heads if n.PACKED else tl.minimum(heads, x.H - 1)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    k = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, offs_n, keys.left, n.WIDTH, True)
-    v = _load_rows(x, n, n.v, n.key_rows, b, own, keys.start, offs_n, keys.left, n.WIDTH, True)
-    k_low = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, offs_n, keys.left, n.LOW_D, True)
+    near_n = tl.minimum(offs_n, tl.maximum(left - 1, 0))  # what does not exist repeats the last that does
+    k = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, near_n, n.WIDTH)
+    v = _load_rows(x, n, n.v, n.key_rows, b, own, keys.start, near_n, n.WIDTH)
+    k_low = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, near_n, n.LOW_D)
     dk = tl.zeros([GROUP, BLOCK_N, n.LOW_D], x.ACC_DTYPE)
     if x.FORM == "projected":
         learned = tl.zeros([WARPS, GROUP, BLOCK_R], x.ACC_DTYPE)
@@ -357,14 +352,15 @@ def one_pass(
 
     whole = tl.where(keys.left < BLOCK_N, 0, x.M // BLOCK_M * BLOCK_M).to(tl.int64)
     for MASKED in tl.static_range(2):
-        bucket = _bucket_ahead(x, b, whole * 0, offs_m, keys, offs_n, True)
+        bucket = _buckets(x, b, whole * 0, tl.minimum(offs_m, x.M - 1), keys, near_n)
         for row in loop(whole if MASKED else 0, x.M if MASKED else whole, BLOCK_M):
-            queries = Queries(b, heads, row, offs_m, offs_m < x.M - row, None)
+            near_m = tl.minimum(offs_m, x.M - 1 - row).to(tl.int32) if MASKED else offs_m
             if MASKED:
-                ahead = _bucket_ahead(x, b, row, offs_m, keys, offs_n, True)
-                bucket = ahead
+                bucket = _buckets(x, b, row, near_m, keys, near_n)
+                ahead = bucket
             else:
-                ahead = _bucket_ahead(x, b, tl.minimum(row + BLOCK_M, whole - BLOCK_M), offs_m, keys, offs_n, False)
+                ahead = _buckets(x, b, tl.minimum(row + BLOCK_M, whole - BLOCK_M), offs_m, keys, offs_n)
+            queries = Queries(b, heads, row, near_m, offs_m < x.M - row, None)
             sums = _pass_tile(x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, WARPS, MASKED)
             bucket = ahead
 
@@ -386,12 +382,11 @@ def one_pass(
 
 
 @triton.jit
-def _bucket_ahead(x, b, row, offs_m, keys, offs_n, MASKED: tl.constexpr):
-    """The buckets of the tile at ``row``. Loaded a tile ahead, as a load of bytes just before a product makes the
-    compiler arrange its operands for bytes."""
+def _buckets(x, b, row, offs_m, keys, offs_n):
+    """The buckets of a tile. Loaded a tile ahead, as a load of bytes just before a product makes the compiler arrange
+    its operands for bytes."""
     if x.FORM == "bucket":
-        inside = (offs_m < x.M - row)[:, None] & (offs_n < keys.left)[None, :]
-        bucket = bucket_tile(x, Queries(b, None, row, offs_m, None, None), keys, offs_n, inside, MASKED)
+        bucket = bucket_tile(x, Queries(b, None, row, offs_m, None, None), keys, offs_n, None, False)
     else:
         bucket = row  # never read
     return bucket
