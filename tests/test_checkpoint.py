@@ -137,6 +137,7 @@ HOSTILE = {
         lambda values: values["tensors"]["a"]["chunks"][0].update(start=-1),
     ),
     "no progress": ("manifest.json", NO_FIELDS, lambda v: v.update(progress=3)),
+    "no files": ("manifest.json", NO_FIELDS, lambda v: v.update(files=["a"])),
     "no configuration": ("manifest.json", NO_FIELDS, lambda v: v.update(config=0.5)),
 }
 

@@ -173,7 +173,8 @@ def train(
     pipeline.backward(batches[0], first_keys, loss_sum)
     gradients = {name: p.grad.clone() for name, p in pipeline.named_parameters().items()}
     if pipeline.table is not None:
-        gradients["node_table"] = pipeline.table.whole(pipeline.table.weight.grad.to_dense())
+        gradients["node_table"] = whole = pipeline.table.whole(pipeline.table.weight.grad.to_dense())
+        assert whole.stride() == torch.empty(whole.shape).stride()
     result: dict[str, Any] = {"losses": [], "norms": [], "targets": [], "gradients": gather_tensors(gradients, mesh)}
     for step, batch in enumerate([*batches[: STEPS - 1], batches[-1]]):
         keys = dropout_keys(7, step, batch.sequence_ids)

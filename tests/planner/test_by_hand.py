@@ -64,6 +64,14 @@ def test_attention_of_three_ranks(comm, seconds_per_byte):
     assert got == pytest.approx(RING[comm, seconds_per_byte], rel=1e-12)
 
 
+def test_what_the_ends_take_beside_a_layer():
+    """A layer of 2 + 10 s a call; an embedding of 3 + 9 and a read-out of 5 + 19."""
+    forward = {"layer.call": 2.0, "embedding.call": 3.0, "head.call": 5.0}
+    backward = {"layer.call": 10.0, "embedding.call": 9.0, "head.call": 19.0}
+    cost = cost_model({"forward": forward, "backward": backward})
+    assert cost.extra_layers(CONFIG, WORKLOAD) == pytest.approx((1.0, 2.0), rel=1e-12)
+
+
 def test_gradients_are_summed_over_dp_and_cp():
     """A ring of 4: 3 parts to sum and 3 to spread, each a quarter of the fp32 gradients, and 100 s a part."""
     cost = cost_model(link={"all_reduce.call": 100.0, "all_reduce.byte": 1.0})
