@@ -8,9 +8,10 @@ Each goes on where it was stopped. The tests of the changed file come first, up 
 survives them meets README's command, then the slow tests. All run on the unchanged files before, and must pass.
 
 Twelve survived an audit of the tests before (``AUDITED``). The others were drawn: a function of a core file, and one
-change of a line there (a comparison's bound, an operator, a number, a branch, a call left out), in the order of seed 0
-when the list was made, but for three that change nothing that can be seen: a threshold that nobody reads, the scale of a
-coefficient that is fitted, bits that torch cuts off. Where code has moved since, so have they; ``transfer_seconds`` stands for one that is gone.
+change of a line there (a comparison's bound, an operator, a number, a branch, a call left out), in the order of seed
+0 when the list was made, but for three that change nothing that can be seen: a threshold that nobody reads, the scale
+of a coefficient that is fitted, bits that torch cuts off. Where code has moved since, so have they;
+``transfer_seconds`` stands for one that is gone.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from megagraph.kernels import backward, forward, short, tiles
 from megagraph.kernels import narrow as narrow_kernels
 from megagraph.kernels.halves import CODES
 from megagraph.kernels.narrow import Narrow
-from megagraph.kernels.tile import TABLE_SIZE, Operands, Programs, Saved, Softmax, Strided
+from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Programs, Saved, Softmax, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import Gradients, State, Step
@@ -120,6 +120,12 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
         Nk=k.shape[2],
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
+
+
+def _bias_dtype(step: Step) -> tl.dtype | None:
+    """Of the sum of 16-bit channels, which halves the work; the interpreter has no bf16."""
+    dtypes = {torch.float16: tl.float16} | ({} if INTERPRET else {torch.bfloat16: tl.bfloat16})
+    return None if step.form != "projected" or step.data is None else dtypes.get(step.data.dtype)
 
 
 def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
@@ -231,7 +237,7 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
     B, H, M, D = q.shape
     Nk, form, d_learned, lse = k.shape[2], step.form, gradients.d_learned, gradients.lse
     longest = max((length for _, _, length in step.segments), default=0)
-    blocks = tiles.choose_narrow(H, q.element_size(), M, longest)
+    blocks = tiles.choose_narrow(form, H, q.element_size(), M, longest, tiles.architecture())
     group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
     heads = triton.cdiv(H, group) * group
     key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)
@@ -268,7 +274,7 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         "PACKED": packed,
         "WIDTH": width,
         "LOW_D": 8 if D <= 8 else 16,
-        "BIAS_DTYPE": operands.ACC_DTYPE.value,
+        "BIAS_DTYPE": _bias_dtype(step) or operands.ACC_DTYPE.value,
         "ACCUMULATE": gradients.accumulate,
     }
     narrow = Narrow(

@@ -1,14 +1,14 @@
 """Narrow heads (D <= 16), backward: one pass over the scores gives dk, dv, dq and the gradient of the learned part.
 
-The equations are those of ``backward``. A program owns the keys of a tile and several heads, which share index, channels
-and masks, and meets all queries. Its scores stand keys by queries, so that p and ds are operands of the products for dv
-and dk as they come out, and only ds is turned, for dq. What it adds to dq is a part of its own; ``sum_parts`` adds them
-up, in one order. The gradient of a table is a product on the tensor cores, one-hot indices [R, pairs] times ds [pairs,
-heads]; atomics would need none of this, and their order would change the sums from run to run.
+The equations are those of ``backward``. A program owns the keys of a tile and several heads, which share index,
+channels and masks, and meets all queries. Its scores stand keys by queries, so that p and ds are operands of the
+products for dv and dk as they come out, and only ds is turned, for dq. What it adds to dq is a part of its own;
+``sum_parts`` adds them up, in one order. The gradient of a table is a product on the tensor cores, one-hot indices [R,
+pairs] times ds [pairs, heads]; atomics would need none of this, and their order would change the sums from run to run.
 
-Tensor cores contract 16 numbers at a time, so a product of narrow heads has free places. PACKED operands, copied once a
-call, use them: rows of q end in -lse / scale, rows of d_out in -delta, rows of k and v in ones; s - lse and dp - delta
-come out of the products.
+Tensor cores contract 16 numbers at a time, so a product of narrow heads has free places. PACKED operands, copied once
+a call, use them: rows of q end in -lse / scale, rows of d_out in -delta, rows of k and v in ones; s - lse and dp -
+delta come out of the products.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megagraph.kernels.halves import equal, multiply_add
 from megagraph.kernels.tile import (
     INTERPRET,
     LOG2E,
+    REST,
     Keys,
     Queries,
     Strided,
@@ -188,8 +189,8 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
             weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
             weight = (weight * LOG2E if x.FOLD else weight).to(n.BIAS_DTYPE)
             channel = tl.trans(_channel(x, c, queries, keys, offs_n)).to(n.BIAS_DTYPE)
-            weight, channel = tl.broadcast_to(weight[:, None, None], s.shape), tl.broadcast_to(channel[None, :, :], s.shape)
-            bias = multiply_add(x, weight, channel, bias)
+            weight = tl.broadcast_to(weight[:, None, None], s.shape)
+            bias = multiply_add(x, weight, tl.broadcast_to(channel[None, :, :], s.shape), bias)
         s = bias if n.BIAS_DTYPE == x.ACC_DTYPE else s + bias.to(x.ACC_DTYPE)
         if x.bias_mask is not None:
             masked = tl.trans(_masked_pairs(x, queries, keys, offs_n, None, False))
@@ -337,7 +338,6 @@ def one_pass(
     keys = Keys(None, None, start, col, left)
     heads = group * GROUP + tl.arange(0, GROUP)
     own = heads if n.PACKED else tl.minimum(heads, x.H - 1)
-    offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     near_n = tl.minimum(offs_n, tl.maximum(left - 1, 0))  # what does not exist repeats the last that does
     k = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, near_n, n.WIDTH)
@@ -352,8 +352,9 @@ def one_pass(
 
     whole = tl.where(keys.left < BLOCK_N, 0, x.M // BLOCK_M * BLOCK_M).to(tl.int64)
     for MASKED in tl.static_range(2):
+        offs_m = tl.arange(0, REST if MASKED else BLOCK_M)
         bucket = _buckets(x, b, whole * 0, tl.minimum(offs_m, x.M - 1), keys, near_n)
-        for row in loop(whole if MASKED else 0, x.M if MASKED else whole, BLOCK_M):
+        for row in loop(whole if MASKED else 0, x.M if MASKED else whole, REST if MASKED else BLOCK_M):
             near_m = tl.minimum(offs_m, x.M - 1 - row).to(tl.int32) if MASKED else offs_m
             if MASKED:
                 bucket = _buckets(x, b, row, near_m, keys, near_n)
