@@ -132,32 +132,21 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
 
 
 @contextmanager
-def fixed_tiles(tiles: dict[str, int] | None) -> Iterator[None]:
-    """Launches take these tiles, unless None, instead of the table's."""
+def fixed_tiles(tiles: dict[str, dict[str, int]]) -> Iterator[None]:
+    """Launches of these kernels take these tiles instead of the table's."""
     from megagraph.kernels import tiles as table
 
     choose = table.choose
-    if tiles is not None:
-        table.choose = lambda *args: tiles
+    table.choose = lambda kernel, *args: tiles.get(kernel) or choose(kernel, *args)
     try:
         yield
     finally:
         table.choose = choose
 
 
-PASSES = {  # function of the inner loop: the keywords of the launch that size its tile
-    "_fwd_tile": ("BLOCK_M", "BLOCK_N", None),
-    "_key_tile": ("KEY_M", "KEY_N", None),
-    "_query_tile": ("QUERY_M", "QUERY_N", None),
-    "_table_tile": ("TABLE_M", "TABLE_N", "TABLE_H"),
-    "short_fwd": ("BLOCK_M", "BLOCK_N", "GROUP"),
-    "short_bwd": ("BLOCK_M", "BLOCK_N", "GROUP"),
-}
-
-
 @contextmanager
-def compiled_launches(arch: str) -> Iterator[list[Launch]]:
-    """Launches compile their kernels for ``arch``, and are kept."""
+def compiled_launches(arch: str, only: str = "") -> Iterator[list[Launch]]:
+    """Launches compile their kernels, whose names begin with ``only``, for ``arch``, and are kept."""
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -165,6 +154,8 @@ def compiled_launches(arch: str) -> Iterator[list[Launch]]:
     run = JITFunction.run
 
     def compile_(self, *args, grid, warmup, **kwargs):
+        if not self.fn.__name__.startswith(only):
+            return None
         binary = run(self, *args, grid=grid, warmup=True, **kwargs)
         kept.append(Launch(self.fn.__name__, binary, kwargs))
         return binary
@@ -183,10 +174,13 @@ def compiled_launches(arch: str) -> Iterator[list[Launch]]:
         driver._active = active  # reset_active() raises where there is no GPU
 
 
-def compile_variant(arch: str, variant: Variant, tiles: dict[str, int] | None = None) -> dict[str, Any]:
-    """One row: resources of the variant's kernels and of their inner loops. ``tiles`` instead of the table's."""
+def compile_variant(
+    arch: str, variant: Variant, tiles: dict[str, dict[str, int]] | None = None, only: str = ""
+) -> dict[str, Any]:
+    """One row: resources of the variant's kernels, or of ``only`` one, and of their inner loops. ``tiles`` of some
+    kernels instead of the table's."""
     started = time.perf_counter()
-    with compiled_launches(arch) as launches, fixed_tiles(tiles):
+    with compiled_launches(arch, only) as launches, fixed_tiles(tiles or {}):
         prepare(variant)()
     kernels = [kernel_row(launch) for launch in launches]
     loops = [loop for kernel in kernels for loop in kernel.pop("loops")]
@@ -214,23 +208,22 @@ def kernel_row(launch: Launch) -> dict[str, Any]:
         "tiles": {
             key: size
             for key, size in sizes.items()
-            if key in ("GROUP", "num_warps", "num_stages") or key[-2:] in ("_H", "_M", "_N")
+            if key in ("GROUP", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
         },
         "shared": binary.metadata.shared,
     }
     if "cubin" not in binary.asm:
         return row | _amd(binary.asm["amdgcn"]) | {"loops": []}
-    resources, loops = read_cubin(binary.asm["cubin"], tuple(PASSES))
+    resources, loops = read_cubin(binary.asm["cubin"])
     warps = binary.metadata.num_warps
     programs = programs_per_sm(binary.metadata.target.arch, resources["registers"], row["shared"], warps)
     row |= resources | {"programs_per_sm": programs, "warps_per_sm": programs * warps, "loops": []}
     for loop in loops:
-        edge_m, edge_n, heads = PASSES[loop.function]
-        scores = sizes[edge_m] * sizes[edge_n] * sizes.get(heads, 1) / (32 * warps)
+        scores = sizes["BLOCK_M"] * sizes["BLOCK_N"] * sizes.get("GROUP", 1) / (32 * warps)
         exponentials = loop.count("MUFU.EX2") / scores
         row["loops"].append(
             {
-                "pass": loop.function.strip("_"),
+                "pass": launch.kernel,
                 # a masked tile is narrower than the one that the launch names
                 "masked": exponentials < 0.9,
                 "count": loop.count(),
@@ -250,11 +243,6 @@ def programs_per_sm(arch: int, registers: int, shared: int, warps: int) -> int:
     granted = math.ceil(registers / 8) * 8 * 32 * warps
     most_shared = SHARED_LIMIT.get(f"sm_{arch}", 101_376) + 1024  # each program takes 1 KiB more than it asks for
     return min(65_536 // granted, most_shared // (shared + 1024), (48 if arch in (86, 89, 120) else 64) // warps)
-
-
-def compile_kernel(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any]:
-    """The default variant of a kernel with other tiles."""
-    return compile_variant(arch, Variant(kernel, form, head_dim=head_dim), tiles)
 
 
 def _amd(text: str) -> dict[str, int]:

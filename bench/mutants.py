@@ -43,7 +43,7 @@ OWN = "tests/bench/test_suite.py::test_mutants_change_one_place_and_are_programs
 GIVE_UP = 3600.0  # seconds; a mutant may hang
 BATCHES = ("batch", "build", "ego", "cluster", "prepare", "options")
 AREAS = {
-    "kernels": ("tile", "forward", "backward", "short", "table_gradient", "hidden_dropout"),
+    "kernels": ("tile", "forward", "backward", "learned", "narrow", "short", "hidden_dropout"),
     "megagraph/attention": ("ring", "operator", "engines", "layout", "bias", "dropout", "packing"),
     "megagraph/attention/cpu": ("tile", "tiles", "row", "rows"),
     "megagraph/data": (

@@ -2,10 +2,10 @@
 
     python -m bench.tune
 
-For the GPU that is here by time, of one launch at N = 4096. Where there is none, by instructions per score of the inner
-loops; then the fewest registers. A candidate that takes more shared memory than the architecture has is out, and so is
-one whose loops spill registers; where heads are wider than 64 and all spill, a spill counts as eight instructions. For
-AMD, whose loops are not read, the first candidate with the fewest spills.
+For the GPU that is here by time, of forward or backward at N = 4096. Where there is none, by instructions per score of
+the inner loops; then the fewest registers. A candidate that takes more shared memory than the architecture has is out,
+and so is one whose loops spill registers; where heads are wider than 64 and all spill, a spill counts as eight
+instructions. For AMD, whose loops are not read, the first candidate with the fewest spills.
 """
 
 from __future__ import annotations
@@ -16,67 +16,76 @@ import math
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
 import tyro
 
-from bench.compile_report import compile_kernel, fixed_tiles, prepare, too_large
-from megagraph.kernels.tiles import SHARED_LIMIT, TABLE, architecture
+from bench.compile_report import compile_variant, fixed_tiles, prepare, too_large
+from megagraph.kernels.tiles import SHARED_LIMIT, TABLE, Kernel, architecture
 from megagraph.kernels.variants import FORMS, Variant
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
+FUNCTIONS = {"fwd": "step_fwd", "key": "key_pass", "query": "query_pass", "learned": "learned_pass"}
 FWD = {  # BLOCK_M, BLOCK_N, warps; up to this head dim
     64: [(128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4)],
     256: [(128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)],
 }
-BWD = {  # KEY_M, KEY_N, QUERY_M, QUERY_N, warps
-    64: [
-        (128, 128, 128, 128, 8),
-        (128, 64, 128, 64, 8),
-        (64, 64, 128, 64, 4),
-        (64, 64, 64, 64, 4),
-        (64, 64, 64, 32, 4),
-        (64, 32, 64, 32, 4),
-    ],
-    256: [
-        (128, 64, 128, 64, 8),
-        (64, 64, 64, 64, 4),
-        (64, 32, 64, 32, 4),
-        (32, 32, 64, 32, 4),
-        (32, 32, 32, 32, 8),
-    ],
+KEY = {  # BLOCK_M, BLOCK_N, warps, stages
+    64: [(128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2)],
+    256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)],
 }
-TABLE_TILES = {  # heads, TABLE_M, TABLE_N, and less of them for the two smallest of BWD, where shared memory is short
-    64: [(8, 16, 32), (4, 16, 16)],
-    128: [(8, 16, 16), (4, 16, 16)],
-    256: [(4, 16, 16), (2, 16, 16)],
+QUERY = {
+    64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+    256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)],
+}
+LEARNED = {  # GROUP, BLOCK_M, BLOCK_N, warps
+    64: [(8, 32, 32, 8), (8, 32, 16, 8), (4, 16, 16, 4)],
+    128: [(8, 16, 16, 8), (4, 16, 16, 8), (2, 16, 16, 4)],
+    256: [(4, 16, 16, 8), (2, 16, 16, 8), (1, 16, 16, 4)],
 }
 # exact fp32 products run outside the tensor cores, with operands in registers: no search
 FP32 = {
-    "fwd": {"BLOCK_M": 32, "BLOCK_N": 32},
-    "bwd": {"KEY_M": 32, "KEY_N": 32, "QUERY_M": 32, "QUERY_N": 32, "TABLE_H": 8, "TABLE_M": 16, "TABLE_N": 16},
+    "fwd": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
+    "key": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
+    "query": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
+    "learned": {"GROUP": 2, "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8},
 }
 
 
+def searches() -> list[tuple[Kernel, str]]:
+    """Which kernels serve which forms."""
+    return [
+        (kernel, form)
+        for kernel, form in itertools.product(get_args(Kernel), FORMS)
+        if kernel != "learned" or form in ("bucket", "projected")
+    ]
+
+
+def variant_of(kernel: str, form: str, head_dim: int) -> Variant:
+    """One that launches the kernel."""
+    if kernel == "fwd":
+        return Variant("fwd", form, head_dim=head_dim)
+    return Variant("bwd", form, head_dim=head_dim, learned_grad=kernel == "learned" or form == "dense")
+
+
 def candidates(kernel: str, form: str, head_dim: int) -> list[dict[str, int]]:
-    def of(sizes: dict[int, list], names: tuple[str, ...]) -> list[dict[str, int]]:
+    def of(sizes: dict[int, list], *names: str, **same: int) -> list[dict[str, int]]:
         chosen = next(sizes for most, sizes in sizes.items() if head_dim <= most)
-        return [dict(zip(names, size, strict=True)) | {"num_stages": 2} for size in chosen]
+        return [dict(zip(names, size, strict=True)) | same for size in chosen]
 
     if kernel == "fwd":
-        return of(FWD, ("BLOCK_M", "BLOCK_N", "num_warps"))
-    passes = of(BWD, ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "num_warps"))
-    table, less = of(TABLE_TILES, ("TABLE_H", "TABLE_M", "TABLE_N"))
-    small = [tiles | less for tiles in passes[-2:]] if form == "bucket" else []
-    return [tiles | table for tiles in passes] + small
+        return of(FWD, "BLOCK_M", "BLOCK_N", "num_warps", num_stages=2)
+    if kernel == "learned":
+        return of(LEARNED, "GROUP", "BLOCK_M", "BLOCK_N", "num_warps", num_stages=1)
+    return of(KEY if kernel == "key" else QUERY, "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 
 
 def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any] | None:
     """Rank of one candidate by what it compiles to, if it does."""
     try:
-        row = compile_kernel(arch, kernel, form, head_dim, tiles)
+        row = compile_variant(arch, variant_of(kernel, form, head_dim), {kernel: tiles}, FUNCTIONS[kernel])
     except RuntimeError as error:  # of Triton, for some tiles on AMD
         print(f"{arch} {kernel} {form} {head_dim} {tiles}: {error}", flush=True)
         return None
@@ -117,8 +126,8 @@ def fastest(kernel: str, form: str, head_dim: int, results: list[dict[str, Any]]
 def microseconds(kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> float:
     """Of one launch, infinite if it takes more memory than a program has. In a graph, so that the host's pace does not
     count."""
-    with torch.device("cuda"), fixed_tiles(tiles):
-        launch = prepare(Variant(kernel, form, head_dim=head_dim), N=4096)
+    with torch.device("cuda"), fixed_tiles({kernel: tiles}):
+        launch = prepare(variant_of(kernel, form, head_dim), N=4096)
         try:
             return 1e3 * triton.testing.do_bench_cudagraph(launch, return_mode="median")
         except triton.runtime.errors.OutOfResources:
@@ -131,7 +140,7 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
     archs = archs or ((here,) if here else tuple(SHARED_LIMIT))
     jobs = [
         (arch, kernel, form, head_dim, tiles)
-        for arch, kernel, form, head_dim in itertools.product(archs, ("fwd", "bwd"), FORMS, HEAD_DIMS)
+        for arch, (kernel, form), head_dim in itertools.product(archs, searches(), HEAD_DIMS)
         for tiles in candidates(kernel, form, head_dim)
     ]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
@@ -143,8 +152,8 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
         timed = arch == here
         tiles, why = fastest(kernel, form, head_dim, results) if timed else lowest(results)
         rows.append(_row(arch, kernel, form, 2, head_dim, tiles, why))
-    for arch, kernel, form in itertools.product(archs, ("fwd", "bwd"), FORMS):
-        sizes = FP32[kernel] | {"num_warps": 8}
+    for arch, (kernel, form) in itertools.product(archs, searches()):
+        sizes = FP32[kernel]
         rows.append(_row(arch, kernel, form, 4, 128, sizes | {"num_stages": 2}, "products outside the tensor cores"))
         narrow = {name: min(size, 16) if name.endswith("_N") else size for name, size in sizes.items()}
         rows.append(_row(arch, kernel, form, 4, 256, narrow | {"num_stages": 1}, "the same, wide heads"))

@@ -5,10 +5,10 @@
     dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T d_out
     db = ds                                        dense; summed over pairs for a table or a projection
 
-With dropout, kept p and dp are scaled by 1 / (1 - dropout_p) and dropped ones are zero. One launch holds three kinds
-of programs. Key programs own keys and give dk and dv; query programs own queries and give dq, db and the gradient of a
-projection; table programs (``table_gradient``) give the gradient of a table. No atomics: every sum has one order, and
-two runs agree.
+With dropout, kept p and dp are scaled by 1 / (1 - dropout_p) and dropped ones are zero. Two launches: programs of
+``key_pass`` own keys and give dk and dv, those of ``query_pass`` own queries and give dq and db. Where the gradient of
+a table or a projection is wanted, ``learned_pass`` takes the place of the latter. No atomics: every sum has one order,
+and two runs agree.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megagraph.kernels.table_gradient import table_program
 from megagraph.kernels.tile import (
     REST,
     Keys,
     Queries,
     add_dot,
-    channel_tile,
     dot,
     dropped,
     exp,
@@ -94,11 +92,33 @@ def _key_tile(
 
 
 @triton.jit
-def _key_program(
-    x, saved, dk_out, dv_out, b, h, start, col, left,
+def _place(x, tile, BLOCK_N: tl.constexpr):
+    """First key, its column and the number of keys of a tile, in the segment that holds it."""
+    key = tile * 0
+    col = tile * 0
+    left = 0
+    for i in loop(0, x.num_segments, 1):
+        key_start, column_start, length = segment(x, i)
+        start = tile * BLOCK_N
+        here = (start >= 0) & (start < length)
+        key = tl.where(here, key_start + start, key)
+        col = tl.where(here, column_start + start, col)
+        left = tl.where(here, tl.minimum(length - start, BLOCK_N), left).to(tl.int32)
+        tile -= tl.cdiv(length, BLOCK_N)
+    return key, tl.multiple_of(col, x.COLUMN_ALIGNMENT), left
+
+
+@triton.jit
+def key_pass(
+    x, saved, dk_out, dv_out, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of ``left`` <= BLOCK_N keys at start.., over all queries."""
+    """dk, dv of at most BLOCK_N keys of one head, over all queries. Grid (B * num_tiles * H); heads vary fastest, as in
+    forward."""
+    pid = tl.program_id(0).to(tl.int64)
+    h = pid % x.H
+    b = pid // x.H // num_tiles
+    start, col, left = _place(x, pid // x.H % num_tiles, BLOCK_N)
     offs_n = tl.arange(0, BLOCK_N)
     keys = Keys(None, None, start, col, left)
     k = load_rows(x, x.k, head_ptr(x, x.k, b, h), start, offs_n, left, True)
@@ -121,10 +141,10 @@ def _key_program(
 
 @triton.jit
 def _query_tile(
-    x, dq, sums, q, do, lse, delta, queries, keys, d_learned,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+    x, dq, q, do, lse, delta, queries, keys, db,
+    BLOCK_N: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the keys to dq; write db, or add to the projection's sums [BLOCK_M, BLOCK_C]."""
+    """Add the share of the keys to dq; write db."""
     b, row, offs_m, col = queries.b, queries.row, queries.offs, keys.col
     offs_n = tl.arange(0, BLOCK_N)
     in_cols = offs_n < keys.left
@@ -136,31 +156,24 @@ def _query_tile(
     if x.THRESHOLD > 0:
         dp = tl.where(dropped(x, queries.keys[:, None], (col + offs_n)[None, :]), 0.0, dp * x.KEEP_SCALE)
     ds = p * (dp - delta)  # 0 for a masked pair, whose p is 0
-    dq = add_dot(dq, ds, k)
-    inside = queries.inside[:, None] & in_cols[None, :] if MASKED else queries.inside[:, None]
-    if d_learned is not None and x.FORM == "dense":
-        stride_b, stride_h, stride_m, stride_n = d_learned.strides
+    if db is not None:
+        stride_b, stride_h, stride_m, stride_n = db.strides
         offsets = plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
-        ptrs = (d_learned.ptr + b * stride_b + queries.h * stride_h + row * stride_m + col * stride_n) + offsets
-        db = ds
+        ptrs = (db.ptr + b * stride_b + queries.h * stride_h + row * stride_m + col * stride_n) + offsets
+        inside = queries.inside[:, None] & in_cols[None, :] if MASKED else queries.inside[:, None]
+        total = ds
         if SHARED:  # by the heads of this program, one after another
-            db += tl.load(ptrs, mask=inside, other=0.0)
-        tl.store(ptrs, db, mask=inside)
-    elif d_learned is not None and x.FORM == "projected":
-        offs_c = tl.arange(0, BLOCK_C)[None, :]
-        for c in tl.static_range(x.NUM_CHANNELS):
-            channel = channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
-            sums += tl.where(offs_c == c, tl.sum(ds * channel, axis=1, keep_dims=True), 0.0)
-    return dq, sums
+            total += tl.load(ptrs, mask=inside, other=0.0)
+        tl.store(ptrs, total, mask=inside)
+    return add_dot(dq, ds, k)
 
 
 @triton.jit
 def _query_program(
-    x, saved, dq_out, d_learned, b, h, tile, num_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, SHARED: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    x, saved, dq_out, db, b, h, tile,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """dq of BLOCK_M queries of one head, over all keys, and their share of a dense or projected bias's gradient."""
+    """dq and db of BLOCK_M queries of one head, over all keys."""
     row = tile * BLOCK_M
     offs = tl.arange(0, BLOCK_M)
     in_rows = offs < x.M - row
@@ -174,75 +187,33 @@ def _query_program(
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
     dq = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
-    sums = tl.zeros([BLOCK_M, BLOCK_C], x.ACC_DTYPE)
     for i in loop(0, x.num_segments, 1):
         key_start, column_start, length = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(2):
             for start in loop(whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N):
                 keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, length - start)
-                dq, sums = _query_tile(
-                    x, dq, sums, q, do, lse, delta, queries, keys, d_learned,
-                    REST if MASKED else BLOCK_N, BLOCK_C, SHARED, MASKED,
-                )  # fmt: skip
+                dq = _query_tile(
+                    x, dq, q, do, lse, delta, queries, keys, db, REST if MASKED else BLOCK_N, SHARED, MASKED
+                )
     write_rows(x, dq_out, (b, h, row), offs, x.M - row, dq * x.scale, ACCUMULATE)
-    if d_learned is not None and x.FORM == "projected":  # partial sums [B, H, num_tiles, C]
-        offs_c = tl.arange(0, BLOCK_C)
-        ptrs = d_learned.ptr + ((b * x.H + h) * num_tiles + tile) * x.NUM_CHANNELS + offs_c
-        tl.store(ptrs, tl.sum(sums, axis=0), mask=offs_c < x.NUM_CHANNELS)
 
 
 @triton.jit
-def step_bwd(
-    x, saved, dq, dk, dv, d_learned, programs,
-    KEY_M: tl.constexpr, KEY_N: tl.constexpr, QUERY_M: tl.constexpr, QUERY_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    TABLE_H: tl.constexpr, TABLE_M: tl.constexpr, TABLE_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    SHARED: tl.constexpr, ACCUMULATE: tl.constexpr, WARPS: tl.constexpr,
+def query_pass(
+    x, saved, dq, db, num_tiles, group_b, group_h,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs.key + programs.query + table programs); heads vary fastest, as in forward.
-
-    A key program owns one key tile of one head. A query program owns one query tile of one bias plane, which
-    group_b * group_h heads share: one, unless the gradient of a broadcast dense plane is wanted.
-    """
+    """dq and db of BLOCK_M queries of one bias plane, which group_b sequences and group_h heads share: one, unless the
+    gradient of a broadcast dense plane is wanted. Grid (planes * num_tiles); heads vary fastest."""
     pid = tl.program_id(0).to(tl.int64)
-    if pid < programs.key:
-        h = pid % x.H
-        tile = pid // x.H % programs.key_tiles
-        b = pid // x.H // programs.key_tiles
-        key = tile * 0
-        col = tile * 0
-        left = 0
-        for i in loop(0, x.num_segments, 1):  # find the segment that holds this tile
-            key_start, column_start, length = segment(x, i)
-            start = tile * KEY_N
-            here = (start >= 0) & (start < length)
-            key = tl.where(here, key_start + start, key)
-            col = tl.where(here, column_start + start, col)
-            left = tl.where(here, tl.minimum(length - start, KEY_N), left).to(tl.int32)
-            tile -= tl.cdiv(length, KEY_N)
-        col = tl.multiple_of(col, x.COLUMN_ALIGNMENT)
-        _key_program(x, saved, dk, dv, b, h, key, col, left, KEY_M, KEY_N, ACCUMULATE)
-    elif pid < programs.key + programs.query:
-        pid -= programs.key
-        planes_h = x.H // programs.group_h
-        plane_h = pid % planes_h
-        tile = pid // planes_h % programs.query_tiles
-        plane_b = pid // planes_h // programs.query_tiles
-        for g in loop(0, programs.group_b * programs.group_h, 1):
-            b = plane_b * programs.group_b + g // programs.group_h
-            h = plane_h * programs.group_h + g % programs.group_h
-            _query_program(
-                x, saved, dq, d_learned, b, h, tile, programs.query_tiles,
-                QUERY_M, QUERY_N, BLOCK_C, SHARED, ACCUMULATE,
-            )  # fmt: skip
-            if SHARED:
-                tl.debug_barrier()  # the next head reads what this one added to the plane's gradient
-    elif d_learned is not None and x.FORM == "bucket":
-        pid -= programs.key + programs.query
-        groups = tl.cdiv(x.H, TABLE_H)
-        b = pid // groups // programs.table_tiles
-        group = pid % groups
-        tile = pid // groups % programs.table_tiles
-        table_program(
-            x, saved, d_learned, b, group, tile, programs.table_tiles, TABLE_H, TABLE_M, TABLE_N, BLOCK_R, WARPS
-        )
+    planes_h = x.H // group_h
+    plane_h = pid % planes_h
+    tile = pid // planes_h % num_tiles
+    plane_b = pid // planes_h // num_tiles
+    for g in loop(0, group_b * group_h, 1):
+        b = plane_b * group_b + g // group_h
+        h = plane_h * group_h + g % group_h
+        _query_program(x, saved, dq, db, b, h, tile, BLOCK_M, BLOCK_N, SHARED, ACCUMULATE)
+        if SHARED:
+            tl.debug_barrier()  # the next head reads what this one added to the plane's gradient

@@ -14,8 +14,9 @@ from torch import Tensor
 from megagraph.kernels import backward, forward, short, tiles
 from megagraph.kernels import narrow as narrow_kernels
 from megagraph.kernels.halves import CODES
+from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.narrow import Narrow
-from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Programs, Saved, Softmax, Strided
+from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Saved, Softmax, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import Gradients, State, Step
@@ -180,56 +181,62 @@ def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Grad
     """One visiting block's gradients; two calls give the same bits."""
     d_out, dq, dk, dv, d_learned = (getattr(gradients, name) for name in ("d_out", "dq", "dk", "dv", "d_learned"))
     operands = _operands(step, q, k, v, d_out, dq, dk, dv)
-    B, H, M, D = q.shape
-    form, lse = step.form, gradients.lse
-    shared = form == "dense" and d_learned is not None and d_learned.shape[:2] != (B, H)
-    if D <= tiles.NARROW and not shared:
+    shared = step.form == "dense" and d_learned is not None and d_learned.shape[:2] != q.shape[:2]
+    if q.shape[3] <= tiles.NARROW and not shared:
         _narrow_bwd(operands, step, q, k, v, gradients)
         return
-    blocks = _tiles("bwd", step, q)
-    query_tiles = triton.cdiv(M, blocks["QUERY_M"])
-    key_tiles = sum(triton.cdiv(length, blocks["KEY_N"]) for _, _, length in step.segments)
-    table_tiles, table_programs = 0, 0
-    group = blocks["TABLE_H"]
-    num_learned = 1 if form == "dense" or d_learned is None else d_learned.shape[1]
-    block_r = max(16, triton.next_power_of_2(num_learned))
-
-    planes_b, planes_h, grad, partials = B, H, None, None
-    if d_learned is not None and form == "dense":
-        planes_b, planes_h = d_learned.shape[:2]
-        # expanded: every head of a group addresses the plane it shares
-        grad = _strided(d_learned, B, H)
-    elif d_learned is not None and form == "projected":
-        partials = lse.new_empty(B, H, query_tiles, num_learned)
-        grad = _strided(partials)
-    elif d_learned is not None:
-        table_tiles = triton.cdiv(M, blocks["TABLE_M"])
-        groups = triton.cdiv(H, group)
-        table_programs = B * groups * table_tiles
-        partials = lse.new_empty(B, groups, table_tiles, block_r, group)
-        grad = _strided(partials)
-    programs = Programs(
-        key=B * key_tiles * H,
-        key_tiles=key_tiles,
-        query=planes_b * query_tiles * planes_h,
-        query_tiles=query_tiles,
-        table_tiles=table_tiles,
-        group_b=B // planes_b,
-        group_h=H // planes_h,
-    )
     with torch.cuda.device_of(q):
-        backward.step_bwd[(programs.key + programs.query + table_programs,)](
-            operands, _saved(gradients), _strided(dq), _strided(dk), _strided(dv), grad, programs,
-            BLOCK_C=max(2, triton.next_power_of_2(num_learned)), BLOCK_R=block_r,
-            SHARED=shared, ACCUMULATE=gradients.accumulate, WARPS=blocks["num_warps"],
-            **blocks,
-        )  # fmt: skip
-    if d_learned is None or partials is None:
-        return
-    if form == "projected":
-        d_learned += partials.sum(dim=(0, 2))
-    else:
-        d_learned += partials.sum(dim=(0, 2)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
+        _key_pass(operands, step, q, gradients)
+        if step.form in ("bucket", "projected") and d_learned is not None:
+            _learned_pass(operands, step, q, gradients)
+        else:
+            _query_pass(operands, step, q, gradients)
+
+
+def _key_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
+    blocks = _tiles("key", step, q)
+    num_tiles = sum(triton.cdiv(length, blocks["BLOCK_N"]) for _, _, length in step.segments)
+    backward.key_pass[(q.shape[0] * num_tiles * q.shape[1],)](
+        operands, _saved(gradients), _strided(gradients.dk), _strided(gradients.dv), num_tiles,
+        ACCUMULATE=gradients.accumulate, **blocks,
+    )  # fmt: skip
+
+
+def _query_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
+    B, H, M, _ = q.shape
+    planes_b, planes_h, db = B, H, None
+    if step.form == "dense" and gradients.d_learned is not None:
+        planes_b, planes_h = gradients.d_learned.shape[:2]
+        # expanded: every head of a group addresses the plane it shares
+        db = _strided(gradients.d_learned, B, H)
+    blocks = _tiles("query", step, q)
+    num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
+    backward.query_pass[(planes_b * num_tiles * planes_h,)](
+        operands, _saved(gradients), _strided(gradients.dq), db, num_tiles, B // planes_b, H // planes_h,
+        SHARED=(planes_b, planes_h) != (B, H), ACCUMULATE=gradients.accumulate, **blocks,
+    )  # fmt: skip
+
+
+def _learned_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
+    B, H, M, D = q.shape
+    d_learned, learned = gradients.d_learned, operands.learned
+    assert d_learned is not None and learned is not None
+    num_learned = d_learned.shape[1]
+    blocks = _tiles("learned", step, q)
+    group = blocks["GROUP"] = min(blocks["GROUP"], triton.next_power_of_2(H))
+    groups, num_tiles = triton.cdiv(H, group), triton.cdiv(M, blocks["BLOCK_M"])
+    rows = max(16, triton.next_power_of_2(num_learned if step.form == "bucket" else 2 * num_learned))
+    partials = gradients.lse.new_empty(B, num_tiles, groups, rows, group)
+    if step.form == "bucket":
+        table = torch.nn.functional.pad(learned.ptr, (0, 0, 0, groups * group - H))
+        table = table.unflatten(0, (groups, group)).transpose(1, 2).contiguous()
+        operands = operands._replace(learned=_strided(table))
+    together = H % group == 0 and all(t.strides[1:] == (D, t.strides[2], 1) for t in (operands.k, operands.v))
+    learned_pass[(B * num_tiles * groups,)](
+        operands, _saved(gradients), _strided(gradients.dq), partials, num_tiles,
+        ROWS=rows, WARPS=blocks["num_warps"], TOGETHER=together, ACCUMULATE=gradients.accumulate, **blocks,
+    )  # fmt: skip
+    d_learned += partials.sum(dim=(0, 1)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
 
 
 def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
@@ -249,15 +256,15 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         return
     # lse / scale leaves the range of fp16, and costs fp32 its last digits
     packed = not step.short and q.dtype in (torch.bfloat16, torch.float64) and abs(step.scale) > 1e-20
-    width = max(16, triton.next_power_of_2(D + 3)) if packed else operands.BLOCK_D.value
+    width = max(16, triton.next_power_of_2(D + 3)) if packed else 16
 
-    def rows(x: Tensor, num_rows: int) -> Strided | None:
+    def rows(x: Tensor, num_rows: int) -> Strided:
         return _strided(x.new_empty(B, num_rows, heads, width).transpose(1, 2) if packed else x)
 
     table = None
-    if form == "bucket":
+    if form == "bucket" and operands.learned is not None:
         table = q.new_zeros(TABLE_SIZE.value, heads, dtype=lse.dtype)
-        table[:, :H] = operands.learned.ptr.T * (math.log2(math.e) if operands.FOLD.value else 1.0)
+        table[:, :H] = operands.learned.ptr.T * (math.log2(math.e) if q.element_size() == 2 else 1.0)
     block_r, grad, partials = 16, None, None
     if d_learned is not None and form == "dense":
         grad = _strided(d_learned)
@@ -274,7 +281,7 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         "PACKED": packed,
         "WIDTH": width,
         "LOW_D": 8 if D <= 8 else 16,
-        "BIAS_DTYPE": _bias_dtype(step) or operands.ACC_DTYPE.value,
+        "BIAS_DTYPE": _bias_dtype(step) or (tl.float64 if q.dtype == torch.float64 else tl.float32),
         "ACCUMULATE": gradients.accumulate,
     }
     narrow = Narrow(

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megagraph.kernels.halves import multiply_add
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 MASKED_BUCKET: tl.constexpr = tl.constexpr(255)
@@ -103,18 +105,6 @@ class Queries(NamedTuple):
     offs: tl.tensor  # [BLOCK_M] from there; those beyond M repeat the last one
     inside: tl.tensor  # [BLOCK_M], whether they exist
     keys: tl.tensor | None  # [BLOCK_M], or [GROUP, BLOCK_M], of dropout
-
-
-class Programs(NamedTuple):
-    """Which programs a launch of backward has, in their order."""
-
-    key: int  # that own a tile of keys of a head
-    key_tiles: int
-    query: int  # that own a tile of queries of a plane
-    query_tiles: int
-    table_tiles: int  # of queries, of the programs that remain
-    group_b: int  # sequences and heads that share a plane
-    group_h: int
 
 
 class Keys(NamedTuple):
@@ -340,6 +330,34 @@ def _padding(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
 
 
 @triton.jit
+def project(x, s, queries, keys, offs_n, inside, MASKED: tl.constexpr):
+    """Scores of a head or several, with a projected bias on top.
+
+    Its sum has the 16 bits of channels and q, where ``halves`` has an instruction for two such numbers: it is then
+    rounded at every channel, where a dense bias of these bits is rounded once.
+    """
+    stride_b, stride_c, stride_m, stride_n = x.data.strides
+    stride_h, stride_w = x.learned.strides
+    LOW: tl.constexpr = x.data.ptr.dtype.element_ty
+    # the interpreter cuts off what does not fit into bf16
+    ROUNDS: tl.constexpr = x.ASSEMBLY or (INTERPRET and LOW != tl.bfloat16)  # noqa: SIM300
+    PACKED: tl.constexpr = ROUNDS and x.FOLD and LOW.primitive_bitwidth == 16
+    if PACKED:
+        bias = tl.zeros(s.shape, LOW)
+    for c in tl.static_range(x.NUM_CHANNELS):
+        weight = tl.load(x.learned.ptr + queries.h * stride_h + c * stride_w)
+        if len(s.shape) == 3:
+            weight = weight[:, None, None]
+        if PACKED:
+            plane = Strided(x.data.ptr + queries.b * stride_b + c * stride_c, (stride_m, stride_n))
+            channel = _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
+            bias = multiply_add(x, weight.to(LOW), channel, bias)
+        else:
+            s += weight.to(s.dtype) * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
+    return s + bias.to(s.dtype) if PACKED else s
+
+
+@triton.jit
 def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """Scores scale * qk + bias of some queries of a head and the keys at offs_n, natural log, -inf where masked or
     outside."""
@@ -354,10 +372,7 @@ def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
         bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
         s += tl.load(x.learned.ptr + h * TABLE_SIZE + bucket.to(tl.int32))
     elif x.FORM == "projected":
-        stride_h, stride_c = x.learned.strides
-        for c in tl.static_range(x.NUM_CHANNELS):
-            weight = tl.load(x.learned.ptr + h * stride_h + c * stride_c).to(s.dtype)
-            s += weight * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
+        s = project(x, s, queries, keys, offs_n, inside, MASKED)
         if x.bias_mask is not None:
             masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
             s = tl.where(masked == 0, s, -float("inf"))
@@ -401,9 +416,22 @@ def planes_ptrs(x, t, queries, keys, offs_n):
 
 
 @triton.jit
+def hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
+    """Scores [GROUP, BLOCK_M, BLOCK_N], -inf where masked or outside; 255 is masked by the table itself."""
+    inside = queries.inside[:, None] & in_cols[None, :]
+    if x.FORM == "projected" and x.bias_mask is not None:
+        masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
+        s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
+    if x.padding is not None:
+        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, None, :]
+    if MASKED:
+        s = tl.where(inside[None, :, :], s, -float("inf"))
+    return s
+
+
+@triton.jit
 def scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """:func:`scores` of several heads, [GROUP, BLOCK_M, BLOCK_N], which share index, channels and masks."""
-    heads = queries.h
     inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * x.scale
     if x.FORM == "dense":
@@ -412,18 +440,7 @@ def scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr)
         s += values.to(x.ACC_DTYPE)
     elif x.FORM == "bucket":
         bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
-        s += tl.load(x.learned.ptr + heads[:, None, None] * TABLE_SIZE + bucket.to(tl.int32)[None, :, :])
+        s += tl.load(x.learned.ptr + queries.h[:, None, None] * TABLE_SIZE + bucket.to(tl.int32)[None, :, :])
     elif x.FORM == "projected":
-        stride_h, stride_c = x.learned.strides
-        for c in tl.static_range(x.NUM_CHANNELS):
-            weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
-            channel = channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
-            s += weight[:, None, None] * channel[None, :, :]
-        if x.bias_mask is not None:
-            masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
-            s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
-    if x.padding is not None:
-        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, None, :]
-    if MASKED:
-        s = tl.where(inside[None, :, :], s, -float("inf"))
-    return s
+        s = project(x, s, queries, keys, offs_n, inside, MASKED)
+    return hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED)

@@ -25,7 +25,7 @@ SHARED_LIMIT = {  # bytes of shared memory that a program may use; no compiler c
     "gfx942": 65_536,
 }
 
-Kernel = Literal["fwd", "bwd"]
+Kernel = Literal["fwd", "key", "query", "learned"]
 
 
 def architecture() -> str:

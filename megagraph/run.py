@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 _WEIGHTS = "model.safetensors"
 # what may lie in a run in which nothing has been trained yet
+_MARKING = "run.json.partial"  # of another start at this moment, or of one that was killed
 _BEFORE_THE_FIRST_STEP = ("run.json", "lock", "config.json", "plan.json", "model.json")
 _OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", "summary.json", "curves.png", "trace")
 
@@ -166,7 +167,7 @@ class Run:
             raise FileExistsError(
                 f"{folder} holds a run already; pass another --out, or remove it, or go on with it by --resume auto"
             )
-        if others := files.others(folder, _BEFORE_THE_FIRST_STEP if ours else ["lock"]):
+        if others := files.others(folder, (*_BEFORE_THE_FIRST_STEP, _MARKING) if ours else ("lock", _MARKING)):
             raise FileExistsError(
                 f"{folder} holds files that are none of ours: {_some(others)}; "
                 "pass another --out, a new or empty folder"

@@ -53,6 +53,13 @@ def test_files_of_others_are_refused_and_stay(tmp_path, case, resume):
     assert contents(out) == before
 
 
+def test_a_start_that_was_killed_at_its_marker_is_in_nobody_s_way(tmp_path):
+    """Or one that writes it at this moment: who runs is the lock's to say."""
+    (tmp_path / "run.json.partial").write_text("{")
+    mg.Trainer(config(tmp_path, epochs=1)).fit(graph())
+    assert (tmp_path / "summary.json").is_file() and not (tmp_path / "run.json.partial").exists()
+
+
 def test_files_beside_those_of_a_run_stay(tmp_path):
     out, outside = tmp_path / "out", tmp_path / "outside"
     with stop_at(3):

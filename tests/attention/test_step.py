@@ -47,10 +47,10 @@ def _poison():
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16 keys, so that small problems have many."""
-    edges = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("KEY_M", "KEY_N", "QUERY_M", "QUERY_N", "TABLE_M", "TABLE_N")}
 
     def choose(kernel, *args):
-        return dict.fromkeys(edges[kernel], 16) | {"TABLE_H": 8, "num_warps": 1, "num_stages": 1}
+        group = {"GROUP": 8} if kernel == "learned" else {}
+        return group | {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
 
     monkeypatch.setattr(kernels.tiles, "choose", choose)
     monkeypatch.setattr(cpu_tiles, "TILE_ROWS", 6)

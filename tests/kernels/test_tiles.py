@@ -11,7 +11,10 @@ pytest.importorskip("triton", reason="triton has wheels for Linux only")
 from megagraph.kernels import tiles
 from megagraph.kernels.variants import FORMS
 
-LAUNCHES = list(product(("fwd", "bwd"), FORMS, (2, 4), (1, 16, 64, 65, 256)))
+LAUNCHES = [
+    *product(("fwd", "key", "query"), FORMS, (2, 4), (1, 16, 64, 65, 256)),
+    *product(("learned",), ("bucket", "projected"), (2, 4), (1, 16, 64, 65, 256)),
+]
 
 
 def chosen(arch: str) -> list[dict[str, int]]:
