@@ -244,7 +244,8 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
     B, H, M, D = q.shape
     Nk, form, d_learned, lse = k.shape[2], step.form, gradients.d_learned, gradients.lse
     longest = max((length for _, _, length in step.segments), default=0)
-    blocks = tiles.choose_narrow(form, H, q.element_size(), M, longest, tiles.architecture())
+    plain = step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
+    blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, longest, plain, tiles.architecture())
     group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
     heads = triton.cdiv(H, group) * group
     key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)

@@ -90,15 +90,25 @@ def choose_short(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
     return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
 
 
-def choose_narrow(form: str, H: int, itemsize: int, M: int, N: int, arch: str) -> dict[str, int]:
+@functools.lru_cache(maxsize=1024)
+def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plain: bool, arch: str) -> dict[str, int]:
     """Tiles of the pass over narrow heads, by what they compile to: no spills, then the fewest instructions. Up to
-    eight heads to a program, which share the one-hot matrix of a table's gradient."""
+    eight heads to a program, which share the one-hot matrix of a table's gradient.
+
+    plain: without dropout, padding and mask, which take registers.
+    """
     group = min(8 if itemsize == 2 else 2, triton.next_power_of_2(H))
-    long = itemsize == 2 and N > 32
-    block_n = 64 if long else min(32, max(16, triton.next_power_of_2(N)))
-    block_m = 16 if M <= 16 or (long and form == "bucket") else 32
-    warps = 8 if group * block_m * block_n >= 8192 else max(1, group * block_m * block_n // 1024)
-    stages = 2 if long and form == "projected" and SHARED_LIMIT.get(arch, 0) > 1 << 17 else 1
+    roomy = SHARED_LIMIT.get(arch, 0) > 200_000
+    block_m, block_n, warps, stages = 16, 64 if roomy else 32, 8 if roomy else 4, 1
+    if itemsize > 2:
+        block_n, warps = 16, 4
+    elif arch.startswith("gfx"):
+        group, block_n = min(group, 4), 16
+    elif N <= 32:
+        block_m, block_n, warps = 32, 32, 8
+    elif roomy and D <= 8 and plain and form != "bucket":
+        block_m, stages = 32, 2 if form == "projected" else 1
+    block_m, block_n = (min(size, max(16, triton.next_power_of_2(n))) for size, n in ((block_m, M), (block_n, N)))
     return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
