@@ -153,10 +153,12 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
         tiles, why = fastest(kernel, form, head_dim, results) if timed else lowest(results)
         rows.append(_row(arch, kernel, form, 2, head_dim, tiles, why))
     for arch, (kernel, form) in itertools.product(archs, searches()):
-        sizes = FP32[kernel]
-        rows.append(_row(arch, kernel, form, 4, 128, sizes | {"num_stages": 2}, "products outside the tensor cores"))
-        narrow = {name: min(size, 16) if name.endswith("_N") else size for name, size in sizes.items()}
-        rows.append(_row(arch, kernel, form, 4, 256, narrow | {"num_stages": 1}, "the same, wide heads"))
+        sizes, stages = FP32[kernel], 1 if kernel == "learned" else 2
+        rows.append(
+            _row(arch, kernel, form, 4, 128, sizes | {"num_stages": stages}, "products outside the tensor cores")
+        )
+        narrow = sizes | {"BLOCK_N": 16, "num_stages": 1} | ({"GROUP": 1} if kernel == "learned" else {})
+        rows.append(_row(arch, kernel, form, 4, 256, narrow, "products outside the tensor cores, wide heads"))
     kept = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"] not in archs]
     rows = sorted(kept + rows, key=itemgetter("arch"))
     TABLE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
