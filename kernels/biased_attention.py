@@ -223,7 +223,7 @@ def _learned_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradient
     assert d_learned is not None and learned is not None
     num_learned = d_learned.shape[1]
     blocks = _tiles("learned", step, q)
-    group = blocks["GROUP"] = min(blocks["GROUP"], triton.next_power_of_2(H))
+    group = min(blocks["GROUP"], triton.next_power_of_2(H))
     groups, num_tiles = triton.cdiv(H, group), triton.cdiv(M, blocks["BLOCK_M"])
     rows = max(16, triton.next_power_of_2(num_learned if step.form == "bucket" else 2 * num_learned))
     partials = gradients.lse.new_empty(B, num_tiles, groups, rows, group)
@@ -234,7 +234,8 @@ def _learned_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradient
     together = H % group == 0 and all(t.strides[1:] == (D, t.strides[2], 1) for t in (operands.k, operands.v))
     learned_pass[(B * num_tiles * groups,)](
         operands, _saved(gradients), _strided(gradients.dq), partials, num_tiles,
-        ROWS=rows, WARPS=blocks["num_warps"], TOGETHER=together, ACCUMULATE=gradients.accumulate, **blocks,
+        ROWS=rows, WARPS=blocks["num_warps"], TOGETHER=together, ACCUMULATE=gradients.accumulate,
+        **(blocks | {"GROUP": group}),
     )  # fmt: skip
     d_learned += partials.sum(dim=(0, 1)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
 
