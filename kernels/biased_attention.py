@@ -16,7 +16,7 @@ from megagraph.kernels import narrow as narrow_kernels
 from megagraph.kernels.halves import CODES
 from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.narrow import Narrow
-from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Saved, Softmax, Strided
+from megagraph.kernels.tile import TABLE_SIZE, Operands, Saved, Softmax, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import Gradients, State, Step
@@ -123,10 +123,13 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
     )
 
 
-def _bias_dtype(step: Step) -> tl.dtype | None:
-    """Of the sum of 16-bit channels, which halves the work; the interpreter has no bf16."""
-    dtypes = {torch.float16: tl.float16} | ({} if INTERPRET else {torch.bfloat16: tl.bfloat16})
-    return None if step.form != "projected" or step.data is None else dtypes.get(step.data.dtype)
+def _bias_dtype(step: Step, q: Tensor) -> tl.dtype:
+    """Of the sum of channels: their own 16 bits where an instruction takes two, which halves the work."""
+    if step.form == "projected" and step.data is not None and tiles.has_halves(tiles.architecture()):
+        halves = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+        if step.data.dtype == q.dtype and q.dtype in halves:
+            return halves[q.dtype]
+    return tl.float64 if q.dtype == torch.float64 else tl.float32
 
 
 def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
@@ -283,7 +286,7 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         "PACKED": packed,
         "WIDTH": width,
         "LOW_D": 8 if D <= 8 else 16,
-        "BIAS_DTYPE": _bias_dtype(step) or (tl.float64 if q.dtype == torch.float64 else tl.float32),
+        "BIAS_DTYPE": _bias_dtype(step, q),
         "ACCUMULATE": gradients.accumulate,
     }
     narrow = Narrow(

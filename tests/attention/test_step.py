@@ -14,6 +14,7 @@ import torch
 
 from megagraph.attention.bias import DenseBias
 from megagraph.attention.cpu import tiles as cpu_tiles
+from megagraph.attention.operator import biased_attention
 from tests.problems import (
     DEVICE,
     EXACT,
@@ -79,6 +80,42 @@ def test_one_step(form, D, M, N, masked, padded, dropout_p):
 def test_many_tiles(form, small_tiles):
     problem = make_problem(form, Shape(33, 50, 5, B=1), dropout_p=0.2)
     assert_matches(run_steps(problem), problem)
+
+
+@pytest.mark.parametrize("dtype", [EXACT, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("H", [1, 3, 9])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_need_not_fill_their_groups(form, H, dtype):
+    problem = make_problem(form, Shape(33, 50, 13, B=1, H=H), dtype=dtype)
+    assert_matches(run_steps(problem), problem)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_dq_in_several_launches(form, accumulate, monkeypatch):
+    """One key tile a launch: the sum so far is carried from launch to launch."""
+    monkeypatch.setattr(kernels, "PARTS_BYTES", 1)
+    problem = make_problem(form, Shape(33, 80, 8), dropout_p=0.2)
+    columns = torch.arange(80, device=DEVICE)
+    halves = [(columns[:49], [(0, 0, 49)]), (columns[49:], [(0, 49, 31)])]
+    assert_matches(run_steps(problem, halves if accumulate else None), problem)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1e-3, 1e-30])
+def test_scales_that_say_little(scale):
+    """What narrow heads divide by the scale must not show: dq and dk are nearly 0, out is what the bias makes it."""
+    problem = make_problem("bucket", Shape(17, 33, 8))
+
+    def attend(q, k, v, bias, padding, _, dropout_p, dropout_key):
+        return biased_attention(
+            q, k, v, bias, key_padding_mask=padding, scale=scale, impl=impl, return_lse=True
+        )  # fmt: skip
+
+    impl = "reference"
+    want = expected(problem, attend)
+    impl = "triton"
+    for name, x in expected(problem, attend).items():
+        torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("D", [100, 256])
@@ -169,9 +206,10 @@ def test_low_precision(form, dtype):
     assert_matches(run_steps(problem), problem)
 
 
+@pytest.mark.parametrize("D", [8, 24])
 @pytest.mark.parametrize("form", ["dense", "bucket", "projected"])
-def test_learned_may_have_another_dtype(form):
-    problem = make_problem(form, Shape(17, 33, 8), dtype=torch.float32)
+def test_learned_may_have_another_dtype(form, D):
+    problem = make_problem(form, Shape(17, 33, D), dtype=torch.float32)
     half = to(problem, dtype=torch.float16)
     mixed = replace(problem, bias=with_learned(problem.bias, half.bias.learned))
     rounded = replace(problem, bias=with_learned(problem.bias, half.bias.learned.float()))
