@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.kernels import backward, forward, short, tiles
+from megagraph.kernels import backward, forward, halves, narrow_forward, tiles
 from megagraph.kernels import narrow as narrow_kernels
-from megagraph.kernels.halves import CODES
+from megagraph.kernels.forward import Softmax
 from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.narrow import Narrow
-from megagraph.kernels.tile import TABLE_SIZE, Operands, Saved, Softmax, Strided
+from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Saved, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import Gradients, State, Step
@@ -64,14 +64,33 @@ def _paired(values: Tensor, segments: tuple[tuple[int, int, int], ...]) -> bool:
     return values.dtype == torch.bfloat16 and stride_n == 1 and not any(start % 2 for start in starts)
 
 
-def pad_table(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bucket table [H, R] with an entry for every uint8 index: NaN beyond R, -inf at 255, the masked bucket."""
-    if table.shape[1] == TABLE_SIZE:
+def pad_table(table: Tensor, q: Tensor) -> Tensor:
+    """A bucket table [H, R] with an entry for every uint8 index: NaN beyond R, -inf at 255, the masked bucket.
+
+    Of narrow heads, it is a view of [TABLE_SIZE, HEADS] in memory, where those of a program stand side by side.
+    """
+    (H, R), size = table.shape, TABLE_SIZE.value
+    heads = tiles.padded_heads(H, q.element_size(), q.shape[3])
+    if size == R and (heads == 0 or table.stride() == (1, heads)):
         return table
-    padded = table.new_full((table.shape[0], TABLE_SIZE.value), torch.nan, dtype=dtype)
-    padded[:, : table.shape[1]] = table
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    padded = table.new_zeros((size, heads) if heads else (H, size), dtype=dtype)
+    padded = padded.T[:H] if heads else padded
+    padded[:, :R] = table
+    padded[:, R:] = torch.nan
     padded[:, -1] = -torch.inf
     return padded
+
+
+def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.dtype:
+    """That the channels of a projected bias are added up in; 16 bits pay where an instruction takes two of them. The
+    interpreter cuts off what bf16 has to round."""
+    if channels is None or channels.shape[1] > halves.MOST_CHANNELS or q.element_size() > 2:
+        return acc_dtype
+    if not INTERPRET and not tiles.has_halves(tiles.architecture()):
+        return acc_dtype
+    low = {torch.float16: tl.float16} | ({} if INTERPRET else {torch.bfloat16: tl.bfloat16})
+    return low.get(channels.dtype, acc_dtype)
 
 
 def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Operands:
@@ -83,12 +102,18 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
     dropout_key = step.dropout_key if step.dropout_p > 0.0 else None
     dropout = dropout_key is not None
     if form == "bucket" and learned is not None:
-        learned = pad_table(learned, torch.promote_types(q.dtype, torch.float32))
+        learned = pad_table(learned, q)
     values = {"dense": learned, "projected": data}.get(form)
-    code = CODES.get(q.dtype, 0)
+    code = halves.CODES.get(q.dtype, 0)
+    acc_dtype = tl.float64 if q.dtype == torch.float64 else tl.float32
+    all_keys = segments == ((0, 0, k.shape[2]),)
     constants = {
         "FORM": form,
         "NUM_CHANNELS": data.shape[1] if form == "projected" and data is not None else 0,
+        "HEADS": tiles.padded_heads(H, q.element_size(), D),
+        "ONES": D < 16 and not dropout,
+        "BLOCK_V": 8 if D + (not dropout) <= 8 else 16,
+        "BIAS_DTYPE": _bias_dtype(q, data if form == "projected" else None, acc_dtype),
         "PAIRED": values is not None and _paired(values, segments),
         "THRESHOLD": int(step.dropout_p * (1 << 32)) if dropout else 0,
         "KEEP_SCALE": 1.0 / (1.0 - step.dropout_p) if dropout else 1.0,
@@ -96,7 +121,7 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
         "ALIGNMENT": _row_alignment(q, k, v, *others),
         "OFFSETS": _offsets_dtype(q, k, v, data, values, *others),
         "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
-        "ACC_DTYPE": tl.float64 if q.dtype == torch.float64 else tl.float32,
+        "ACC_DTYPE": acc_dtype,
         "ASSEMBLY": tiles.has_halves(tiles.architecture()),
         "CODE": code,
         "D": D,
@@ -113,7 +138,7 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
         dropout_key=None if dropout_key is None else dropout_key.contiguous(),
         row_ids=step.row_ids.contiguous() if dropout and step.row_ids is not None else None,
         codes=_codes(code, q.device) if form == "bucket" else None,
-        segments=_segment_table(segments, q.device),
+        segments=None if all_keys else _segment_table(segments, q.device),
         num_segments=len(segments),
         scale=float(step.scale),
         H=H,
@@ -123,26 +148,17 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
     )
 
 
-def _bias_dtype(step: Step, q: Tensor) -> tl.dtype:
-    """Of the sum of channels: their own 16 bits where an instruction takes two, which halves the work."""
-    if step.form == "projected" and step.data is not None and tiles.has_halves(tiles.architecture()):
-        halves = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-        if step.data.dtype == q.dtype and q.dtype in halves:
-            return halves[q.dtype]
-    return tl.float64 if q.dtype == torch.float64 else tl.float32
+def _longest(step: Step) -> int:
+    return max((length for _, _, length in step.segments), default=0)
 
 
 def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
-    longest = max((length for _, _, length in step.segments), default=0)
-    return tiles.choose(kernel, step.form, q.element_size(), q.shape[3], q.shape[2], longest, tiles.architecture())
+    arch = tiles.architecture()
+    return tiles.choose(kernel, step.form, q.element_size(), q.shape[3], q.shape[2], _longest(step), arch)
 
 
 def _saved(gradients: Gradients) -> Saved:
     return Saved(_strided(gradients.d_out), gradients.lse, gradients.delta)
-
-
-def _overruns(M: int, k: Tensor, blocks: dict[str, int]) -> bool:
-    return bool(M % blocks["BLOCK_M"] or k.shape[2] % blocks["BLOCK_N"])
 
 
 def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
@@ -152,22 +168,16 @@ def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -
     :func:`pad_table` returns it.
     """
     operands = _operands(step, q, k, v, state.out)
-    B, H, M, _ = q.shape
-    out = _strided(state.out)
-    if step.short:
-        blocks = tiles.choose_short(H, q.element_size(), M, k.shape[2])
-        num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-        grid = (B * num_tiles * triton.cdiv(H, blocks["GROUP"]),)
-        with torch.cuda.device_of(q):
-            short.short_fwd[grid](operands, out, state.lse, num_tiles, MASKED=_overruns(M, k, blocks), **blocks)
-        return
-    blocks = _tiles("fwd", step, q)
+    B, H, M, D = q.shape
+    if D <= tiles.NARROW:
+        kernel, blocks = narrow_forward.narrow_fwd, tiles.choose_narrow_fwd(H, q.element_size(), M, _longest(step))
+        groups = triton.cdiv(H, blocks["GROUP"])
+    else:
+        kernel, blocks, groups = forward.step_fwd, _tiles("fwd", step, q), H
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    softmax = Softmax(state.m, state.l, state.acc, out, state.lse)
+    softmax = Softmax(state.m, state.l, state.acc, _strided(state.out), state.lse)
     with torch.cuda.device_of(q):
-        forward.step_fwd[(B * num_tiles * H,)](
-            operands, softmax, num_tiles, FIRST=state.first, LAST=state.last, **blocks
-        )
+        kernel[(B * num_tiles * groups,)](operands, softmax, num_tiles, FIRST=state.first, LAST=state.last, **blocks)
 
 
 def launch_row_delta(d_out, out, d_lse, delta) -> None:
@@ -247,11 +257,10 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
     """One pass for heads that share a program; ``gradients`` has a plane of its own for each dense one."""
     B, H, M, D = q.shape
     Nk, form, d_learned, lse = k.shape[2], step.form, gradients.d_learned, gradients.lse
-    longest = max((length for _, _, length in step.segments), default=0)
     plain = step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
-    blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, longest, plain, tiles.architecture())
+    blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, _longest(step), plain, tiles.architecture())
     group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
-    heads = triton.cdiv(H, group) * group
+    heads = tiles.padded_heads(H, q.element_size(), D)
     key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)
     query_rows, key_rows = triton.cdiv(M, block_m) * block_m, triton.cdiv(Nk, 16) * 16 + block_n
     if key_tiles == 0 or M == 0:
@@ -286,7 +295,6 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         "PACKED": packed,
         "WIDTH": width,
         "LOW_D": 8 if D <= 8 else 16,
-        "BIAS_DTYPE": _bias_dtype(step, q),
         "ACCUMULATE": gradients.accumulate,
     }
     narrow = Narrow(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megagraph.kernels.tile import (
     LN2,
@@ -21,6 +22,7 @@ from megagraph.kernels.tile import (
     REST,
     Keys,
     Queries,
+    Strided,
     add_dot,
     dot,
     dropped,
@@ -34,6 +36,16 @@ from megagraph.kernels.tile import (
     segment,
     write_rows,
 )
+
+
+class Softmax(NamedTuple):
+    """What a step of forward reads and writes beside its operands; ``None`` is what it does not."""
+
+    m: Tensor | None  # [B, H, M], running max, natural; contiguous, as the following
+    l: Tensor | None  # [B, H, M], running sum
+    acc: Tensor | None  # [B, H, M, D]
+    out: Strided | None  # [B, H, M, D]
+    lse: Tensor | None  # [B, H, M]
 
 
 class Running(NamedTuple):
@@ -52,7 +64,8 @@ def _fwd_tile(x, running, q, queries, keys, BLOCK_N: tl.constexpr, MASKED: tl.co
     k = load_rows(x, x.k, keys.k, keys.start, offs_n, keys.left, MASKED)
     v = load_rows(x, x.v, keys.v, keys.start, offs_n, keys.left, MASKED)
     s = scores(x, dot(x, q, tl.trans(k)), queries, keys, offs_n, in_cols, MASKED)
-    m, l, p, rescale = online_softmax(x, running.m, running.l, s)
+    m, p, rescale = online_softmax(x, running.m, s)
+    l = running.l * rescale + tl.sum(p, axis=1, keep_dims=True)
     if x.THRESHOLD > 0:  # kept p is scaled once, in out
         p = tl.where(dropped(x, queries.keys[:, None], (keys.col + offs_n)[None, :]), 0.0, p)
     return Running(m, l, add_dot(running.acc * rescale, p, v))

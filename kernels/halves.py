@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+# of a projected bias, at most, that are added up in 16 bits if q and channels have no more; 0: always in fp32
+MOST_CHANNELS = 8
+
 # or'ed with a bucket: 256 distinct finite numbers, as bit patterns
 CODES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 

@@ -221,7 +221,7 @@ def learned_pass(
     for i in loop(0, x.num_segments, 1):
         dq, sums = _learned_keys(x, dq, sums, rows, heads, queries, i, TOGETHER, BLOCK_N)
     dq *= x.scale
-    ptrs = heads_ptrs(x, dq_out, b, h, row, offs_m)
+    ptrs = heads_ptrs(x, dq_out, b, h, row, offs_m, x.BLOCK_D)
     keep = exists[:, :, None] & (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
     if ACCUMULATE:
         dq += tl.load(ptrs, mask=keep, other=0.0)

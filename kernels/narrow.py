@@ -68,7 +68,6 @@ class Narrow(NamedTuple):
     PACKED: bool
     WIDTH: int  # of a row that is contracted
     LOW_D: int  # D padded to 8 or 16: columns of dq, dk and dv
-    BIAS_DTYPE: tl.dtype  # that a projected bias is summed in
     ACCUMULATE: bool
 
 
@@ -184,14 +183,19 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
         s += tl.load(n.table + index[None, :, :] * n.HEADS + queries.h[:, None, None])
     elif x.FORM == "projected":
         stride_h, stride_c = x.learned.strides
-        bias = s if n.BIAS_DTYPE == x.ACC_DTYPE else tl.zeros(s.shape, n.BIAS_DTYPE)
+        WIDE: tl.constexpr = x.BIAS_DTYPE == x.ACC_DTYPE
+        bias = s if WIDE else tl.zeros(s.shape, x.BIAS_DTYPE)
         for c in tl.static_range(x.NUM_CHANNELS):
             weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
-            weight = (weight * LOG2E if x.FOLD else weight).to(n.BIAS_DTYPE)
-            channel = tl.trans(_channel(x, c, queries, keys, offs_n)).to(n.BIAS_DTYPE)
-            weight = tl.broadcast_to(weight[:, None, None], s.shape)
+            if WIDE and x.FOLD:
+                weight *= LOG2E
+            channel = tl.trans(_channel(x, c, queries, keys, offs_n)).to(x.BIAS_DTYPE)
+            weight = tl.broadcast_to(weight.to(x.BIAS_DTYPE)[:, None, None], s.shape)
             bias = multiply_add(x, weight, tl.broadcast_to(channel[None, :, :], s.shape), bias)
-        s = bias if n.BIAS_DTYPE == x.ACC_DTYPE else s + bias.to(x.ACC_DTYPE)
+        if WIDE:
+            s = bias
+        else:  # rounded as forward does it, to which lse belongs
+            s += bias.to(x.ACC_DTYPE) * LOG2E
         if x.bias_mask is not None:
             masked = tl.trans(_masked_pairs(x, queries, keys, offs_n, None, False))
             s = tl.where((masked == 0)[None, :, :], s, -float("inf"))

@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     dropout_key: Tensor | None  # int32 [B]
     row_ids: Tensor | None  # int32 [M]
     codes: Tensor | None  # int16 [TABLE_SIZE], bit pattern of each bucket, as ``halves.equal`` compares them
-    segments: Tensor  # int32 [num_segments, 3]
+    segments: Tensor | None  # int32 [num_segments, 3]; None: one, of all keys, from column 0 on
     num_segments: int
     scale: float
     H: int
@@ -64,6 +64,10 @@ class Operands(NamedTuple):
     # compile-time constants, as tl.constexpr
     FORM: str  # "none", "dense", "bucket" or "projected"
     NUM_CHANNELS: int  # C
+    HEADS: int  # narrow heads (D <= 16) share programs: H padded to whole groups; 0: a program has one head
+    ONES: bool  # v of narrow heads gets a column of ones, after its own
+    BLOCK_V: int  # columns of v and acc of narrow heads
+    BIAS_DTYPE: tl.dtype  # that the channels of a projected bias are added up in
     PAIRED: bool  # bf16 bias values may be read as 32-bit pairs
     THRESHOLD: int  # hashes below it are dropped; 0 = no dropout
     KEEP_SCALE: float  # 1 / (1 - dropout_p)
@@ -76,16 +80,6 @@ class Operands(NamedTuple):
     CODE: int  # or'ed with a bucket to give its pattern
     D: int
     BLOCK_D: int  # D padded to a power of two, at least 16, in registers
-
-
-class Softmax(NamedTuple):
-    """What a step of forward reads and writes beside its operands; ``None`` is what it does not."""
-
-    m: Tensor | None  # [B, H, M], running max, natural; contiguous, as the following
-    l: Tensor | None  # [B, H, M], running sum
-    acc: Tensor | None  # [B, H, M, D]
-    out: Strided | None  # [B, H, M, D]
-    lse: Tensor | None  # [B, H, M]
 
 
 class Saved(NamedTuple):
@@ -190,12 +184,12 @@ def exp(x, s, pivot):
 
 
 @triton.jit
-def online_softmax(x, m, l, s):
-    """Fold scores s [..., BLOCK_N] into the running max m and sum l [..., 1]: m, l, p, and by what factor earlier sums
-    shrink. m is in base 2 if FOLD.
+def online_softmax(x, m, s):
+    """Fold scores s [..., BLOCK_N] into the running max m [..., 1]: m, p, and by what factor earlier sums shrink. m is
+    in base 2 if FOLD.
 
-    m and l keep the last axis, so that the compiler gives them the layout of the scores; without it they take that of
-    the bias, and the softmax is computed in both.
+    m and sums keep the last axis, so that the compiler gives them the layout of the scores; without it they take that
+    of the bias, and the softmax is computed in both.
     """
     s_max = tl.max(s, axis=-1, keep_dims=True)
     m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
@@ -203,7 +197,7 @@ def online_softmax(x, m, l, s):
     pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
     p = exp(x, s, pivot)
     rescale = tl.exp2(m - pivot if x.FOLD else (m - pivot) * LOG2E)
-    return m_new, l * rescale + tl.sum(p, axis=-1, keep_dims=True), p, rescale
+    return m_new, p, rescale
 
 
 @triton.jit
@@ -224,9 +218,15 @@ def load_lse(x, ptr, offs, mask):
 @triton.jit
 def segment(x, i):
     """(key_start, column_start, length); starts in 64 bits, as they are multiplied by strides."""
-    key_start = tl.load(x.segments + 3 * i).to(tl.int64)
-    column_start = tl.multiple_of(tl.load(x.segments + 3 * i + 1).to(tl.int64), x.COLUMN_ALIGNMENT)
-    return key_start, column_start, tl.load(x.segments + 3 * i + 2)
+    if x.segments is None:
+        key_start = tl.full([], 0, tl.int64)
+        column_start = key_start
+        length = x.Nk
+    else:
+        key_start = tl.load(x.segments + 3 * i).to(tl.int64)
+        column_start = tl.multiple_of(tl.load(x.segments + 3 * i + 1).to(tl.int64), x.COLUMN_ALIGNMENT)
+        length = tl.load(x.segments + 3 * i + 2)
+    return key_start, column_start, length
 
 
 @triton.jit
@@ -331,27 +331,21 @@ def _padding(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
 
 @triton.jit
 def project(x, s, queries, keys, offs_n, inside, MASKED: tl.constexpr):
-    """Scores of a head or several, with a projected bias on top.
-
-    Its sum has the 16 bits of channels and q, where ``halves`` has an instruction for two such numbers: it is then
-    rounded at every channel, where a dense bias of these bits is rounded once.
-    """
+    """Scores of a head or several, and a projected bias, whose sum is rounded to BIAS_DTYPE at every channel."""
     stride_b, stride_c, stride_m, stride_n = x.data.strides
     stride_h, stride_w = x.learned.strides
-    LOW: tl.constexpr = x.data.ptr.dtype.element_ty
-    # the interpreter cuts off what does not fit into bf16
-    ROUNDS: tl.constexpr = x.ASSEMBLY or (INTERPRET and LOW != tl.bfloat16)  # noqa: SIM300
-    PACKED: tl.constexpr = ROUNDS and x.FOLD and LOW.primitive_bitwidth == 16
+    weights = x.learned.ptr + tl.minimum(queries.h, x.H - 1) * stride_h
+    PACKED: tl.constexpr = x.BIAS_DTYPE != x.ACC_DTYPE
     if PACKED:
-        bias = tl.zeros(s.shape, LOW)
+        bias = tl.zeros(s.shape, x.BIAS_DTYPE)
     for c in tl.static_range(x.NUM_CHANNELS):
-        weight = tl.load(x.learned.ptr + queries.h * stride_h + c * stride_w)
+        weight = tl.load(weights + c * stride_w)
         if len(s.shape) == 3:
             weight = weight[:, None, None]
         if PACKED:
             plane = Strided(x.data.ptr + queries.b * stride_b + c * stride_c, (stride_m, stride_n))
             channel = _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
-            bias = multiply_add(x, weight.to(LOW), channel, bias)
+            bias = multiply_add(x, weight.to(x.BIAS_DTYPE), channel, bias)
         else:
             s += weight.to(s.dtype) * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
     return s + bias.to(s.dtype) if PACKED else s
@@ -384,23 +378,29 @@ def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
 
 
 @triton.jit
-def heads_ptrs(x, t, b, heads, start, offs):
-    """Rows start + offs of several heads of t, pointers [GROUP, BLOCK, BLOCK_D]."""
+def heads_ptrs(x, t, b, heads, start, offs, WIDTH: tl.constexpr):
+    """Rows start + offs of several heads of t, pointers [GROUP, BLOCK, WIDTH]."""
     stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
     stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
     stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
     offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
-    offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
+    offs_d = tl.arange(0, WIDTH)[None, None, :]
     return (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
 
 
 @triton.jit
-def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
-    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D]; zero beyond D and, if MASKED, ``left``."""
-    mask = (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
+def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr, beyond=0.0):
+    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D], or as wide as ``beyond``, which stands beyond D
+    and, if MASKED, ``left``."""
+    WIDTH: tl.constexpr = beyond.shape[2] if isinstance(beyond, tl.tensor) else x.BLOCK_D
+    in_d = (tl.arange(0, WIDTH) < x.D)[None, None, :]
+    ptrs = heads_ptrs(x, t, b, heads, start, offs, WIDTH)
     if MASKED:
-        mask = mask & (offs < left)[None, :, None]
-    rows = tl.load(heads_ptrs(x, t, b, heads, start, offs), mask=mask, other=0.0)
+        rows = tl.load(ptrs, mask=in_d & (offs < left)[None, :, None], other=beyond)
+    elif x.D < WIDTH:
+        rows = tl.load(ptrs, mask=in_d, other=beyond)
+    else:
+        rows = tl.load(ptrs)
     if INTERPRET and rows.dtype == tl.bfloat16:
         rows = rows.to(tl.float32)
     return rows
@@ -409,10 +409,11 @@ def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr):
 @triton.jit
 def planes_ptrs(x, t, queries, keys, offs_n):
     """The planes of several heads of t at some queries and the keys at offs_n, pointers [GROUP, BLOCK_M, BLOCK_N]."""
+    heads = tl.minimum(queries.h, x.H - 1)
     stride_b, stride_h, stride_m, stride_n = t.strides
     plane = plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)
     ptrs = t.ptr + queries.b * stride_b + queries.row * stride_m + keys.col * stride_n
-    return ptrs + (queries.h.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :])
+    return ptrs + (heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :])
 
 
 @triton.jit
@@ -427,20 +428,3 @@ def hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     if MASKED:
         s = tl.where(inside[None, :, :], s, -float("inf"))
     return s
-
-
-@triton.jit
-def scores_of_heads(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
-    """:func:`scores` of several heads, [GROUP, BLOCK_M, BLOCK_N], which share index, channels and masks."""
-    inside = queries.inside[:, None] & in_cols[None, :]
-    s = qk * x.scale
-    if x.FORM == "dense":
-        ptrs = planes_ptrs(x, x.learned, queries, keys, offs_n)
-        values = tl.load(ptrs, mask=inside[None, :, :], other=0.0) if MASKED else tl.load(ptrs)
-        s += values.to(x.ACC_DTYPE)
-    elif x.FORM == "bucket":
-        bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
-        s += tl.load(x.learned.ptr + queries.h[:, None, None] * TABLE_SIZE + bucket.to(tl.int32)[None, :, :])
-    elif x.FORM == "projected":
-        s = project(x, s, queries, keys, offs_n, inside, MASKED)
-    return hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED)

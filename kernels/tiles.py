@@ -75,19 +75,28 @@ def short_path(M: int, N: int, D: int) -> bool:
     return 0 < max(M, N) <= SHORT and D <= NARROW
 
 
-def choose_short(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
-    """Tiles of the short path: all heads of a sequence up to eight, 32 scores to a thread.
+def heads_of_program(H: int, itemsize: int) -> int:
+    """How many narrow heads share a program: all of a sequence, up to eight."""
+    return min(8 if itemsize == 2 else 2, triton.next_power_of_2(H))
 
-    Edges of 16 waste less on what overruns M and N, edges of 32 spend a quarter less per score.
+
+def padded_heads(H: int, itemsize: int, D: int) -> int:
+    """H padded to whole programs of narrow heads; 0 where a program has one head."""
+    group = heads_of_program(H, itemsize)
+    return -(-H // group) * group if D <= NARROW else 0
+
+
+def choose_narrow_fwd(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
+    """Tiles of forward for narrow heads: a warp to each head, as two would compute the same; 64 scores to a thread.
+
+    What a tile spends on itself weighs less where it has more keys; keys beyond the last whole tile are MASKED, at
+    twice the cost. fp32 products run outside the tensor cores, with operands in registers.
     """
-
-    def edge(n: int) -> int:
-        return min((16, 32), key=lambda e: -(-n // e) * e * (1.25 if e == 16 else 1.0))
-
-    group = min(8 if itemsize == 2 else 2, triton.next_power_of_2(H))
-    block_m, block_n = edge(M), edge(N)
-    warps = max(1, min(8, group * block_m * block_n // (32 * 32)))
-    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+    group = heads_of_program(H, itemsize)
+    block_m = min((16, 32), key=lambda e: -(-M // e) * e * (1.25 if e == 16 else 1.0))
+    costs = {16: 1.3, 32: 1.1, 64: 1.0} if itemsize == 2 else {16: 1.2, 32: 1.0}
+    block_n = min(costs, key=lambda e: N // e * e * costs[e] + -(-(N % e) // 16) * 16 * 2.0)
+    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": group, "num_stages": 1}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,7 +106,7 @@ def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plai
 
     plain: without dropout, padding and mask, which take registers.
     """
-    group = min(8 if itemsize == 2 else 2, triton.next_power_of_2(H))
+    group = heads_of_program(H, itemsize)
     roomy = SHARED_LIMIT.get(arch, 0) > 200_000
     block_m, block_n, warps, stages = 16, 64 if roomy else 32, 8 if roomy else 4, 1
     if itemsize > 2:

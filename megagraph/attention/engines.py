@@ -68,7 +68,7 @@ class Triton:
         from megagraph.kernels.biased_attention import pad_table
 
         assert step.learned is not None
-        return replace(step, learned=pad_table(step.learned, state_dtype(q)))
+        return replace(step, learned=pad_table(step.learned, q))
 
     def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
         from megagraph.kernels.biased_attention import launch_step_fwd

@@ -53,7 +53,12 @@ def small_tiles(monkeypatch):
         group = {"GROUP": 8} if kernel == "learned" else {}
         return group | {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
 
+    def choose_narrow_fwd(H, itemsize, M, N):
+        group = kernels.tiles.heads_of_program(H, itemsize)
+        return {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}
+
     monkeypatch.setattr(kernels.tiles, "choose", choose)
+    monkeypatch.setattr(kernels.tiles, "choose_narrow_fwd", choose_narrow_fwd)
     monkeypatch.setattr(cpu_tiles, "TILE_ROWS", 6)
     monkeypatch.setattr(cpu_tiles, "TILE_KEYS", 16)
 
@@ -122,6 +127,31 @@ def test_scales_that_say_little(scale):
 def test_wide_heads(D):
     problem = make_problem("dense", Shape(17, 33, D, B=1, H=1))
     assert_matches(run_steps(problem), problem)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize(("H", "D"), [(3, 7), (3, 16), (9, 8), (9, 15)])
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_that_share_a_program(form, H, D, dropout_p, small_tiles, monkeypatch):
+    """Eight heads to a program, of which some do not exist; D with and without room for a column of ones; a softmax
+    that is carried over three steps, of several tiles each."""
+    monkeypatch.setattr(kernels.tiles, "heads_of_program", lambda H, itemsize: 8)
+    M, N = 18, 109
+    problem = make_problem(form, Shape(M, N, D, B=1, H=H), dropout_p=dropout_p)
+    columns = torch.arange(N, device=DEVICE).split(40)
+    steps = [(block, [(0, int(block[0]), len(block))]) for block in columns]
+    assert_matches(run_steps(problem, steps), problem)
+
+
+@pytest.mark.parametrize(("q", "channels", "C"), [(2, 2, 3), (2, 4, 3), (4, 2, 3), (2, 2, 9)])
+def test_what_channels_are_added_up_in(q, channels, C, monkeypatch):
+    """16 bits where nothing has more, and where they are few."""
+    dtypes = {2: torch.float16, 4: torch.float32}
+    rows, data = torch.empty(1, 2, 5, 8, dtype=dtypes[q]), torch.empty(1, C, 5, 7, dtype=dtypes[channels])
+    low = (q, channels, C) == (2, 2, 3)
+    assert (str(kernels._bias_dtype(rows, data, "acc")) == "fp16") == low
+    monkeypatch.setattr(kernels.halves, "MOST_CHANNELS", 0)
+    assert kernels._bias_dtype(rows, data, "acc") == "acc"
 
 
 @pytest.mark.parametrize("impl", IMPLS)
