@@ -108,17 +108,17 @@ def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plai
     """
     group = heads_of_program(H, itemsize)
     roomy = SHARED_LIMIT.get(arch, 0) > 200_000
-    block_m, block_n, warps, stages = 16, 64 if roomy else 32, 8 if roomy else 4, 1
+    block_m, block_n, warps = 16, 64 if roomy else 32, 8 if roomy else 4
     if itemsize > 2:
         block_n, warps = 16, 4
     elif arch.startswith("gfx"):
         group, block_n = min(group, 4), 16
     elif N <= 32:
         block_m, block_n, warps = 32, 32, 8
-    elif roomy and D <= 8 and plain and form != "bucket":
-        block_m, stages = 32, 2 if form == "projected" else 1
+    elif roomy and D <= 8 and plain and form in ("none", "projected"):
+        block_m = 32
     block_m, block_n = (min(size, max(16, triton.next_power_of_2(n))) for size, n in ((block_m, M), (block_n, N)))
-    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
 
 
 def has_halves(arch: str) -> bool:
