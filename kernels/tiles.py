@@ -115,7 +115,7 @@ def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plai
         group, block_n = min(group, 4), 16
     elif N <= 32:
         block_m, block_n, warps = 32, 32, 8
-    elif roomy and D <= 8 and plain and form in ("none", "projected"):
+    elif roomy and plain and (form == "none" or (form == "projected" and 4 < D <= 8)):
         block_m = 32
     block_m, block_n = (min(size, max(16, triton.next_power_of_2(n))) for size, n in ((block_m, M), (block_n, N)))
     return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
