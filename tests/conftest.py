@@ -52,12 +52,15 @@ def data_root(request, tmp_path_factory) -> Path:
     return copy
 
 
+_SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest, torch
+
+
 def _state() -> dict[str, object]:
     """What a test must leave as it was, as the next test of this process finds it."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     return {
-        "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
+        "environment": {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS},
         "working directory": os.getcwd(),
         "signal handlers": [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
         "wakeup descriptor of signals": wakeup,
