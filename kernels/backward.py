@@ -24,6 +24,7 @@ from megagraph.kernels.tile import (
     dot,
     dropped,
     exp,
+    find_keys,
     head_ptr,
     load_lse,
     load_rows,
@@ -92,23 +93,6 @@ def _key_tile(
 
 
 @triton.jit
-def _place(x, tile, BLOCK_N: tl.constexpr):
-    """First key, its column and the number of keys of a tile, in the segment that holds it."""
-    key = tile * 0
-    col = tile * 0
-    left = 0
-    for i in loop(0, x.num_segments, 1):
-        key_start, column_start, length = segment(x, i)
-        start = tile * BLOCK_N
-        here = (start >= 0) & (start < length)
-        key = tl.where(here, key_start + start, key)
-        col = tl.where(here, column_start + start, col)
-        left = tl.where(here, tl.minimum(length - start, BLOCK_N), left).to(tl.int32)
-        tile -= tl.cdiv(length, BLOCK_N)
-    return key, tl.multiple_of(col, x.COLUMN_ALIGNMENT), left
-
-
-@triton.jit
 def key_pass(
     x, saved, dk_out, dv_out, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -118,7 +102,7 @@ def key_pass(
     pid = tl.program_id(0).to(tl.int64)
     h = pid % x.H
     b = pid // x.H // num_tiles
-    start, col, left = _place(x, pid // x.H % num_tiles, BLOCK_N)
+    start, col, left = find_keys(x, pid // x.H % num_tiles, BLOCK_N)
     offs_n = tl.arange(0, BLOCK_N)
     keys = Keys(None, None, start, col, left)
     k = load_rows(x, x.k, head_ptr(x, x.k, b, h), start, offs_n, left, True)

@@ -34,12 +34,13 @@ from megagraph.kernels.tile import (
     bucket_tile,
     dot,
     dropped,
+    find_keys,
+    heads_ptrs,
     load_lse,
     loop,
     plane_offsets,
     planes_ptrs,
     row_keys,
-    segment,
 )
 
 
@@ -136,17 +137,6 @@ def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _row_ptrs(x, t, b, heads, start, offs, WIDTH: tl.constexpr):
-    """Rows start + offs of several heads of t, pointers [GROUP, BLOCK, WIDTH]."""
-    stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
-    stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
-    stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
-    offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
-    offs_d = tl.arange(0, WIDTH)[None, None, :]
-    return (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
-
-
-@triton.jit
 def _offsets(n, heads, offs, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets [GROUP, BLOCK, COLUMNS] within [rows, HEADS, WIDTH]; all but the heads are known when compiled."""
     offs_d = tl.arange(0, COLUMNS)[None, None, :]
@@ -161,7 +151,7 @@ def _load_rows(x, n, t, num_rows, b, heads, start, offs, COLUMNS: tl.constexpr):
             t.ptr + (b * num_rows + start) * (n.HEADS * n.WIDTH) + _offsets(n, heads, offs, n.WIDTH, COLUMNS)
         )
     else:
-        ptrs = _row_ptrs(x, t, b, heads, start, offs, COLUMNS)
+        ptrs = heads_ptrs(x, t, b, heads, start, offs, COLUMNS)
         rows = tl.load(ptrs, mask=(tl.arange(0, COLUMNS) < x.D)[None, None, :], other=0.0)
     if INTERPRET and rows.dtype == tl.bfloat16:  # the interpreter multiplies bf16 bit patterns
         rows = rows.to(tl.float32)
@@ -294,7 +284,7 @@ def _pass_tile(
         start = n.parts + (place * n.part + (b * n.query_rows + row) * (n.HEADS * x.D))
         tl.store(start + _offsets(n, heads, offs_m, x.D, n.LOW_D), dq, mask=offs_d < x.D)
     else:
-        ptrs = _row_ptrs(x, n.dq, b, own, row, own_m, n.LOW_D)
+        ptrs = heads_ptrs(x, n.dq, b, own, row, own_m, n.LOW_D)
         keep = exists[:, :, None] & (offs_d < x.D)
         dq *= x.scale
         if n.ACCUMULATE:
@@ -306,21 +296,6 @@ def _pass_tile(
             turned = tl.permute(ds.to(n.d_learned.ptr.dtype.element_ty), (0, 2, 1))
         learned = _add_learned(x, n, learned, turned, queries, keys, offs_n, WARPS, MASKED)
     return Sums(dk, dv, learned)
-
-
-@triton.jit
-def _find_keys(x, tile, BLOCK_N: tl.constexpr):
-    """The first key of a tile, its column, and how many there are, where tiles are counted over the segments."""
-    key, col, left = tile * 0, tile * 0, (tile * 0).to(tl.int32)
-    for i in loop(0, x.num_segments, 1):
-        key_start, column_start, length = segment(x, i)
-        start = tile * BLOCK_N
-        here = (start >= 0) & (start < length)
-        key = tl.where(here, key_start + start, key)
-        col = tl.where(here, column_start + start, col)
-        left = tl.where(here, tl.minimum(length - start, BLOCK_N), left).to(tl.int32)
-        tile -= tl.cdiv(length, BLOCK_N)
-    return key, tl.multiple_of(col, x.COLUMN_ALIGNMENT), left
 
 
 @triton.jit
@@ -338,7 +313,7 @@ def one_pass(
     place = pid // groups % n.tiles
     b = pid // groups // n.tiles
     tile = n.first_tile + place
-    start, col, left = _find_keys(x, tile, BLOCK_N)
+    start, col, left = find_keys(x, tile, BLOCK_N)
     keys = Keys(None, None, start, col, left)
     heads = group * GROUP + tl.arange(0, GROUP)
     own = heads if n.PACKED else tl.minimum(heads, x.H - 1)
@@ -374,7 +349,7 @@ def one_pass(
     for t in tl.static_range(2):
         target = n.dk if t == 0 else n.dv
         total = sums.dk * x.scale if t == 0 else sums.dv * x.KEEP_SCALE
-        ptrs = _row_ptrs(x, target, b, tl.minimum(heads, x.H - 1), keys.start, offs_n, n.LOW_D)
+        ptrs = heads_ptrs(x, target, b, tl.minimum(heads, x.H - 1), keys.start, offs_n, n.LOW_D)
         if n.ACCUMULATE:
             total += tl.load(ptrs, mask=keep, other=0.0)
         tl.store(ptrs, total, mask=keep)

@@ -230,6 +230,21 @@ def segment(x, i):
 
 
 @triton.jit
+def find_keys(x, tile, BLOCK_N: tl.constexpr):
+    """The first key of a tile, its column, and how many there are, where tiles are counted over the segments."""
+    key, col, left = tile * 0, tile * 0, (tile * 0).to(tl.int32)
+    for i in loop(0, x.num_segments, 1):
+        key_start, column_start, length = segment(x, i)
+        start = tile * BLOCK_N
+        here = (start >= 0) & (start < length)
+        key = tl.where(here, key_start + start, key)
+        col = tl.where(here, column_start + start, col)
+        left = tl.where(here, tl.minimum(length - start, BLOCK_N), left).to(tl.int32)
+        tile -= tl.cdiv(length, BLOCK_N)
+    return key, tl.multiple_of(col, x.COLUMN_ALIGNMENT), left
+
+
+@triton.jit
 def mix32(x):
     """MurmurHash3's 32-bit finaliser on uint32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
