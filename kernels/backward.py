@@ -39,21 +39,23 @@ from megagraph.kernels.tile import (
 
 @triton.jit
 def row_delta(d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta = sum(d_out * out) - d_lse of BLOCK_M rows; grid (B * H * cdiv(M, BLOCK_M))."""
+    """delta = sum(d_out * out) - d_lse, if any, of BLOCK_M rows; grid (B * H * cdiv(M, BLOCK_M))."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     pid = tl.program_id(0).to(tl.int64)
     num_tiles = tl.cdiv(M, BLOCK_M)
     bh = pid // num_tiles
     rows = pid % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    d_lse = tl.load(d_lse_ptr + bh * M + rows, mask=rows < M, other=0.0)
-    product = tl.full([BLOCK_M, BLOCK_D], 1.0, d_lse.dtype)
+    product = tl.full([BLOCK_M, BLOCK_D], 1.0, delta_ptr.dtype.element_ty)
     for t in tl.static_range(2):
         x = d_out if t == 0 else out
         offs_d = tl.arange(0, BLOCK_D)[None, :]
         ptrs = x.ptr + bh // H * x.strides[0] + bh % H * x.strides[1]
         ptrs += rows[:, None] * x.strides[2] + offs_d * x.strides[3]
-        product *= tl.load(ptrs, mask=(rows < M)[:, None] & (offs_d < D), other=0.0).to(d_lse.dtype)
-    tl.store(delta_ptr + bh * M + rows, tl.sum(product, axis=1) - d_lse, mask=rows < M)
+        product *= tl.load(ptrs, mask=(rows < M)[:, None] & (offs_d < D), other=0.0).to(product.dtype)
+    delta = tl.sum(product, axis=1)
+    if d_lse_ptr is not None:
+        delta -= tl.load(d_lse_ptr + bh * M + rows, mask=rows < M, other=0.0)
+    tl.store(delta_ptr + bh * M + rows, delta, mask=rows < M)
 
 
 @triton.jit

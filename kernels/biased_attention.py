@@ -181,7 +181,8 @@ def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -
 
 
 def launch_row_delta(d_out, out, d_lse, delta) -> None:
-    """delta = sum(d_out * out) - d_lse per row: d_out, out [B, H, M, D], any strides; d_lse, delta contiguous."""
+    """delta = sum(d_out * out) - d_lse per row: d_out, out [B, H, M, D], any strides; d_lse, if any, and delta are
+    contiguous."""
     B, H, M, D = d_out.shape
     block = 128
     with torch.cuda.device_of(d_out):

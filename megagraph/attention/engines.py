@@ -38,9 +38,9 @@ class Engine(Protocol):
         q: [B, H, M, D]; k, v: [B, H, n, D] in its dtype; any strides.
         """
 
-    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         """What the softmax subtracts in ds = p * (dp - delta), [B, H, M], so far as ``backward`` does not find it
-        itself; a gradient of lse enters with the other sign."""
+        itself; a gradient of lse enters with the other sign, None is 0."""
 
     def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
         """The share of one visiting block."""
@@ -75,11 +75,11 @@ class Triton:
 
         launch_step_fwd(step, q, k, v, state)
 
-    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         from megagraph.kernels.biased_attention import launch_row_delta
 
-        delta = torch.empty_like(d_lse, memory_format=torch.contiguous_format)
-        launch_row_delta(d_out, out, d_lse.contiguous(), delta)
+        delta = torch.empty(out.shape[:-1], dtype=state_dtype(out), device=out.device)
+        launch_row_delta(d_out, out, None if d_lse is None else d_lse.contiguous(), delta)
         return delta
 
     def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
@@ -113,10 +113,12 @@ class Blocked:
 
         (rows if step.short else tiles).forward(step, q, k, v, state)
 
-    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor) -> Tensor:
+    def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
+        dtype = state_dtype(out)
         if step.short:  # it adds the product itself, of the p and dp that it has at hand
-            return -d_lse
-        return ((d_out.to(d_lse.dtype) * out).sum(dim=-1) - d_lse).contiguous()
+            return torch.zeros(out.shape[:-1], dtype=dtype) if d_lse is None else -d_lse
+        delta = (d_out.to(dtype) * out).sum(dim=-1)
+        return (delta if d_lse is None else delta - d_lse).contiguous()
 
     def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
         from megagraph.attention.cpu import rows, tiles

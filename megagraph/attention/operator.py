@@ -2,6 +2,9 @@
 
 ``biased_attention`` is functional: autograd, opcheck, compilation. ``attention_step_`` and ``attention_step_backward_``
 are one step of a ring; they advance their state in place and have no autograd, as torch.library refuses both together.
+
+Where nobody watches but autograd, a call goes past the dispatcher, which takes longer than the kernels of short
+sequences.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from dataclasses import fields, replace
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias, check_strided
@@ -143,7 +147,45 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) ->
             return reference.biased_attention(
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
             )
-    return _attention(q, k, v, *replace(step, segments=[(0, 0, k.shape[2])]).flat())
+    step = replace(step, segments=[(0, 0, k.shape[2])])
+    if _is_watched(q, k, v, step.learned):
+        return _attention(q, k, v, *step.flat())
+    return _Attention.apply(step, q, k, v, step.learned)
+
+
+def _is_watched(*tensors: Tensor | None) -> bool:
+    """Whether operators are to be seen: by a compiler, a transform, a mode, a subclass of Tensor."""
+    return (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or any(x is not None and (type(x) not in (Tensor, nn.Parameter) or x.is_meta) for x in tensors)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """out and lse of a step over all keys."""
+
+    @staticmethod
+    def forward(ctx, step, q, k, v, learned):
+        out, lse = _forward(_checked(step, q, k, v), q, k, v)
+        ctx.set_materialize_grads(False)
+        ctx.values, tensors = step.split()
+        ctx.save_for_backward(q, k, v, *tensors, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out, d_lse):
+        q, k, v, *tensors, out, lse = ctx.saved_tensors
+        step, learned_grad = Step.join(ctx.values, tensors), ctx.needs_input_grad[4]
+        if d_out is None:
+            d_out = torch.zeros_like(out)
+        if _is_watched(d_out) or torch.is_grad_enabled():
+            *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
+        else:
+            *gradients, d_learned = _gradients(_checked(step, q, k, v), q, k, v, (d_out, d_lse, out, lse), learned_grad)
+        return None, *gradients, d_learned if learned_grad else None
 
 
 # ---- one step of a ring
@@ -222,7 +264,11 @@ def _(*args, **kwargs):
 )
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
-    step = _checked(q, k, v, arguments)
+    return _forward(_checked(Step.read(iter(arguments)), q, k, v), q, k, v)
+
+
+def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a step that was checked."""
     check_values(step)
     out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
@@ -233,9 +279,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     return out, lse
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> Step:
+def _checked(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Step:
     """The only step where all keys are on one rank."""
-    step = Step.read(iter(arguments))
     check_operands(step, q, k, v, whole=True)
     short = step.short and q.numel() > 0 and k.numel() > 0 and ENGINES[step.engine].takes_short(step, q, k)
     return replace(step, short=short)
@@ -249,12 +294,12 @@ def _(q, k, v, *arguments):
 @torch.library.custom_op(
     "megagraph::biased_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_QKV}, bool learned_grad, {Step.schema()}) -> "
+    schema=f"(Tensor d_out, Tensor? d_lse, Tensor out, Tensor lse, {_QKV}, bool learned_grad, {Step.schema()}) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
     d_out: Tensor,
-    d_lse: Tensor,
+    d_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     q: Tensor,
@@ -265,10 +310,19 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
     check_tensor("q", q, d_out.device, d_out.shape, d_out.dtype)  # the others are to fit q
-    step = _checked(q, k, v, arguments)
-    check_tensor("d_out", d_out, q.device, q.shape)
+    step = _checked(Step.read(iter(arguments)), q, k, v)
+    return _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
+
+
+def _gradients(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, Tensor | None, Tensor, Tensor], learned_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of a step that was checked; ``saved``: d_out, d_lse, out, lse."""
+    d_out, d_lse, out, lse = saved
+    check_tensor("d_out", d_out, q.device, q.shape, q.dtype)
     check_tensor("out", out, q.device, q.shape, q.dtype)
-    check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
+    if d_lse is not None:
+        check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
     _check_rows(q, lse=lse)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     learned, d_learned = step.learned, None

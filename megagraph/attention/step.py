@@ -6,7 +6,7 @@ order: ``schema`` says them, ``flat`` gives them, ``read`` takes them back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -86,6 +86,19 @@ class Step(Arguments):
             )
         numbers = iter(given["segments"])
         return cls(**given | {"segments": list(zip(numbers, numbers, numbers, strict=True))})
+
+    def split(self) -> tuple[dict[str, Any], tuple[Tensor | None, ...]]:
+        """Its other fields, and its tensors, which autograd keeps."""
+        values = dict(vars(self))
+        return values, tuple(values.pop(name) for name in _TENSORS)
+
+    @classmethod
+    def join(cls, values: dict[str, Any], tensors: Iterable[Tensor | None]) -> Step:
+        """What :meth:`split` took apart."""
+        return cls(**values, **dict(zip(_TENSORS, tensors, strict=True)))
+
+
+_TENSORS = tuple(name for name, kind in get_type_hints(Step).items() if kind == Tensor | None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def test_chosen_by_shape():
         q, k = (torch.zeros(2, 4, n, D, dtype=dtype) for n in (M, N))
         bias = bias and mg.DenseBias(bias.values[:, :, :M, :N])
         step = replace(make_step(q, bias, None, None, 0.0, None, "blocked", short), segments=[(0, 0, N)])
-        return _checked(q, k, k, step.flat()).short
+        return _checked(step, q, k, k).short
 
     def dense(H, dtype=torch.float32):
         return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))
