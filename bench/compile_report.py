@@ -119,7 +119,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     if variant.kernel == "fwd":
         state = State(first=False, last=False, m=m, l=l, acc=torch.empty(B, H, N, D), out=rows(), lse=lse)
         state = state.at(first=step_name in ("only", "first"), last=step_name in ("only", "last"))
-        return partial(kernels.launch_step_fwd, step, rows(), rows(), rows(), state)
+        return partial(kernels.launch_step_fwd, rows(), rows(), rows(), step, state)
     d_learned = None
     if learned is not None and variant.learned_grad:
         d_learned = torch.empty(learned.shape, dtype=dtype if form == "dense" and planes == (B, H) else torch.float32)
@@ -128,7 +128,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     gradients = Gradients(
         d_out=rows(), lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=accumulate
     )
-    return partial(kernels.launch_step_bwd, step, rows(), rows(), rows(), gradients)
+    return partial(kernels.launch_step_bwd, rows(), rows(), rows(), step, gradients)
 
 
 @contextmanager
@@ -150,6 +150,8 @@ def compiled_launches(arch: str, only: str = "") -> Iterator[list[Launch]]:
     import triton
     from triton.runtime.jit import JITFunction
 
+    from megagraph.kernels.launch import plans
+
     kept: list[Launch] = []
     run = JITFunction.run
 
@@ -164,6 +166,7 @@ def compiled_launches(arch: str, only: str = "") -> Iterator[list[Launch]]:
     active = driver._active
     try:
         driver.set_active(_StubDriver(arch))
+        plans.clear()  # they know nothing of this device
         JITFunction.run = compile_
         with triton.knobs.compilation.scope():
             # a cached binary names the source lines, and perhaps the folder, of another day
@@ -171,6 +174,7 @@ def compiled_launches(arch: str, only: str = "") -> Iterator[list[Launch]]:
             yield kept
     finally:
         JITFunction.run = run
+        plans.clear()
         driver._active = active  # reset_active() raises where there is no GPU
 
 

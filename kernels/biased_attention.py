@@ -14,12 +14,13 @@ from torch import Tensor
 from megagraph.kernels import backward, forward, halves, narrow_forward, tiles
 from megagraph.kernels import narrow as narrow_kernels
 from megagraph.kernels.forward import Softmax
+from megagraph.kernels.launch import Recorder, planned
 from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.narrow import Narrow
 from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Saved, Strided
 
 if TYPE_CHECKING:
-    from megagraph.attention.step import Gradients, State, Step
+    from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
 
 PARTS_BYTES = 1 << 28  # of partial sums of dq at a time, at most, where one key tile takes less
@@ -65,21 +66,41 @@ def _paired(values: Tensor, segments: tuple[tuple[int, int, int], ...]) -> bool:
 
 
 def pad_table(table: Tensor, q: Tensor) -> Tensor:
-    """A bucket table [H, R] with an entry for every uint8 index: NaN beyond R, -inf at 255, the masked bucket.
+    """A bucket table [H, R] with an entry for every uint8 index, [H, TABLE_SIZE]: NaN beyond R, -inf at 255, the masked
+    bucket. In memory, entries of the heads that share programs stand side by side."""
+    padded: Tensor = _pad_table(q, table)
+    (H, _), heads = table.shape, tiles.padded_heads(table.shape[0], q.element_size(), q.shape[3])
+    return padded.view(-1, heads)[:, :H].T if heads else padded.view(H, -1)
 
-    Of narrow heads, it is a view of [TABLE_SIZE, HEADS] in memory, where those of a program stand side by side.
-    """
-    (H, R), size = table.shape, TABLE_SIZE.value
-    heads = tiles.padded_heads(H, q.element_size(), q.shape[3])
-    if size == R and (heads == 0 or table.stride() == (1, heads)):
-        return table
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    padded = table.new_zeros((size, heads) if heads else (H, size), dtype=dtype)
-    padded = padded.T[:H] if heads else padded
-    padded[:, :R] = table
-    padded[:, R:] = torch.nan
-    padded[:, -1] = -torch.inf
+
+@planned
+def _pad_table(recorder: Recorder, q: Tensor, table: Tensor) -> Tensor:
+    heads = tiles.padded_heads(table.shape[0], q.element_size(), q.shape[3])
+    return _padded(recorder, q, table, heads or 1, base_2=False)
+
+
+def _padded(recorder: Recorder, q: Tensor, table: Tensor, group: int, *, base_2: bool) -> Tensor:
+    """The entries of :func:`pad_table` as [groups, TABLE_SIZE, group]."""
+    H, R = table.shape
+    padded = recorder.empty(
+        triton.cdiv(H, group), TABLE_SIZE.value, group, dtype=torch.promote_types(q.dtype, torch.float32)
+    )
+    block = 1024
+    recorder.launch(
+        forward.pad_table, triton.cdiv(padded.numel(), block), _strided(table), padded, H, R, group,
+        BASE_2=base_2, BLOCK=block,
+    )  # fmt: skip
     return padded
+
+
+def _table(recorder: Recorder, step: Step, q: Tensor) -> Tensor | None:
+    """The learned part as forward reads it; a table may be as :func:`pad_table` returns it."""
+    table, heads = step.learned, tiles.padded_heads(q.shape[1], q.element_size(), q.shape[3])
+    if step.form != "bucket" or table is None:
+        return table
+    if table.shape[1] == TABLE_SIZE.value and table.stride() == ((1, heads) if heads else (TABLE_SIZE.value, 1)):
+        return table
+    return _padded(recorder, q, table, heads or 1, base_2=False)
 
 
 def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.dtype:
@@ -93,16 +114,16 @@ def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.d
     return low.get(channels.dtype, acc_dtype)
 
 
-def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Operands:
-    """What forward and backward share; ``rows``: other tensors with rows like those of q."""
+def _operands(
+    recorder: Recorder, step: Step, learned: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None
+) -> Operands:
+    """What forward and backward share; ``learned`` as the kernel reads it, ``rows``: others like those of q."""
     B, H, M, D = q.shape
     others = [x for x in rows if x is not None]
     segments = tuple((int(key), int(column), int(length)) for key, column, length in step.segments)
-    form, data, learned = step.form, step.data, step.learned
+    form, data = step.form, step.data
     dropout_key = step.dropout_key if step.dropout_p > 0.0 else None
     dropout = dropout_key is not None
-    if form == "bucket" and learned is not None:
-        learned = pad_table(learned, q)
     values = {"dense": learned, "projected": data}.get(form)
     code = halves.CODES.get(q.dtype, 0)
     acc_dtype = tl.float64 if q.dtype == torch.float64 else tl.float32
@@ -135,10 +156,10 @@ def _operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None)
         data=_strided(data, B),
         bias_mask=_strided(step.bias_mask, B),
         padding=_strided(step.key_padding_mask),
-        dropout_key=None if dropout_key is None else dropout_key.contiguous(),
-        row_ids=step.row_ids.contiguous() if dropout and step.row_ids is not None else None,
-        codes=_codes(code, q.device) if form == "bucket" else None,
-        segments=None if all_keys else _segment_table(segments, q.device),
+        dropout_key=dropout_key,
+        row_ids=step.row_ids if dropout else None,
+        codes=recorder.constant(_codes(code, q.device)) if form == "bucket" else None,
+        segments=None if all_keys else recorder.constant(_segment_table(segments, q.device)),
         num_segments=len(segments),
         scale=float(step.scale),
         H=H,
@@ -161,13 +182,14 @@ def _saved(gradients: Gradients) -> Saved:
     return Saved(_strided(gradients.d_out), gradients.lse, gradients.delta)
 
 
-def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+@planned
+def launch_step_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, state: State) -> None:
     """Fold one visiting block of keys into the softmax state, or into ``out`` and ``lse`` at the last step.
 
     q: [B, H, M, D], D <= 256; k, v: [B, H, Nk, D] in its dtype; any strides. A table of the step's may be as
     :func:`pad_table` returns it.
     """
-    operands = _operands(step, q, k, v, state.out)
+    operands = _operands(recorder, step, _table(recorder, step, q), q, k, v, state.out)
     B, H, M, D = q.shape
     if D <= tiles.NARROW:
         kernel, blocks = narrow_forward.narrow_fwd, tiles.choose_narrow_fwd(H, q.element_size(), M, _longest(step))
@@ -176,47 +198,72 @@ def launch_step_fwd(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -
         kernel, blocks, groups = forward.step_fwd, _tiles("fwd", step, q), H
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     softmax = Softmax(state.m, state.l, state.acc, _strided(state.out), state.lse)
-    with torch.cuda.device_of(q):
-        kernel[(B * num_tiles * groups,)](operands, softmax, num_tiles, FIRST=state.first, LAST=state.last, **blocks)
+    recorder.launch(
+        kernel, B * num_tiles * groups, operands, softmax, num_tiles, FIRST=state.first, LAST=state.last, **blocks
+    )
 
 
-def launch_row_delta(d_out, out, d_lse, delta) -> None:
-    """delta = sum(d_out * out) - d_lse per row: d_out, out [B, H, M, D], any strides; d_lse, if any, and delta are
-    contiguous."""
+@planned
+def launch_row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> None:
+    """delta [B, H, M] = sum(d_out * out) - d_lse: d_out, out [B, H, M, D], any strides; the others contiguous."""
+    _row_delta(recorder, d_out, delta, of)
+
+
+def _row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> None:
     B, H, M, D = d_out.shape
     block = 128
-    with torch.cuda.device_of(d_out):
-        backward.row_delta[(B * H * triton.cdiv(M, block),)](
-            _strided(d_out), _strided(out), d_lse, delta, H, M, D, block
-        )
+    recorder.launch(
+        backward.row_delta, B * H * triton.cdiv(M, block),
+        _strided(d_out), _strided(of.out), of.d_lse, delta, H, M, D, block,
+    )  # fmt: skip
 
 
-def launch_step_bwd(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
-    """One visiting block's gradients; two calls give the same bits."""
-    d_out, dq, dk, dv, d_learned = (getattr(gradients, name) for name in ("d_out", "dq", "dk", "dv", "d_learned"))
-    operands = _operands(step, q, k, v, d_out, dq, dk, dv)
-    shared = step.form == "dense" and d_learned is not None and d_learned.shape[:2] != q.shape[:2]
-    if q.shape[3] <= tiles.NARROW and not shared:
-        _narrow_bwd(operands, step, q, k, v, gradients)
+def launch_step_bwd(
+    q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of: DeltaOf | None = None
+) -> None:
+    """One visiting block's gradients, with delta made first if ``of`` says of what; two calls give the same bits."""
+    if not q.numel() or not any(length for _, _, length in step.segments):
+        for x in (gradients.dq, gradients.dk, gradients.dv):
+            if not gradients.accumulate:
+                x.zero_()
         return
-    with torch.cuda.device_of(q):
-        _key_pass(operands, step, q, gradients)
-        if step.form in ("bucket", "projected") and d_learned is not None:
-            _learned_pass(operands, step, q, gradients)
-        else:
-            _query_pass(operands, step, q, gradients)
+    partials, d_learned = _launch_bwd(q, k, v, step, gradients, of), gradients.d_learned
+    if partials is not None and d_learned is not None:  # [B, tiles, groups, GROUP, entries or channels]
+        H, num_learned = d_learned.shape
+        d_learned += partials.sum(dim=(0, 1)).flatten(0, 1)[:H, :num_learned]
 
 
-def _key_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
+@planned
+def _launch_bwd(
+    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of: DeltaOf | None
+) -> Tensor | None:
+    """All but the last sum over partial gradients of a table or a projection, which are returned."""
+    if of is not None:
+        _row_delta(recorder, gradients.d_out, gradients.delta, of)
+    d_learned = gradients.d_learned
+    own = step.form != "dense" or d_learned is None or d_learned.shape[:2] == q.shape[:2]
+    if q.shape[3] <= tiles.NARROW and own:
+        return _narrow_bwd(recorder, step, q, k, v, gradients)
+    rows = (q, k, v, gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
+    operands = _operands(recorder, step, _table(recorder, step, q), *rows)
+    _key_pass(recorder, operands, step, q, gradients)
+    if step.form in ("bucket", "projected") and d_learned is not None:
+        return _learned_pass(recorder, operands, step, q, gradients)
+    _query_pass(recorder, operands, step, q, gradients)
+    return None
+
+
+def _key_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
     blocks = _tiles("key", step, q)
     num_tiles = sum(triton.cdiv(length, blocks["BLOCK_N"]) for _, _, length in step.segments)
-    backward.key_pass[(q.shape[0] * num_tiles * q.shape[1],)](
+    recorder.launch(
+        backward.key_pass, q.shape[0] * num_tiles * q.shape[1],
         operands, _saved(gradients), _strided(gradients.dk), _strided(gradients.dv), num_tiles,
         ACCUMULATE=gradients.accumulate, **blocks,
     )  # fmt: skip
 
 
-def _query_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
+def _query_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
     B, H, M, _ = q.shape
     planes_b, planes_h, db = B, H, None
     if step.form == "dense" and gradients.d_learned is not None:
@@ -225,72 +272,66 @@ def _query_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients)
         db = _strided(gradients.d_learned, B, H)
     blocks = _tiles("query", step, q)
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    backward.query_pass[(planes_b * num_tiles * planes_h,)](
+    recorder.launch(
+        backward.query_pass, planes_b * num_tiles * planes_h,
         operands, _saved(gradients), _strided(gradients.dq), db, num_tiles, B // planes_b, H // planes_h,
         SHARED=(planes_b, planes_h) != (B, H), ACCUMULATE=gradients.accumulate, **blocks,
     )  # fmt: skip
 
 
-def _learned_pass(operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> None:
+def _learned_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor, gradients: Gradients) -> Tensor:
     B, H, M, D = q.shape
-    d_learned, learned = gradients.d_learned, operands.learned
+    d_learned, learned = gradients.d_learned, step.learned
     assert d_learned is not None and learned is not None
     num_learned = d_learned.shape[1]
     blocks = _tiles("learned", step, q)
     group = min(blocks["GROUP"], triton.next_power_of_2(H))
     groups, num_tiles = triton.cdiv(H, group), triton.cdiv(M, blocks["BLOCK_M"])
     rows = max(16, triton.next_power_of_2(num_learned if step.form == "bucket" else 2 * num_learned))
-    partials = gradients.lse.new_empty(B, num_tiles, groups, rows, group)
+    partials = recorder.empty(B, num_tiles, groups, group, rows, dtype=gradients.lse.dtype)
     if step.form == "bucket":
-        table = torch.nn.functional.pad(learned.ptr, (0, 0, 0, groups * group - H))
-        table = table.unflatten(0, (groups, group)).transpose(1, 2).contiguous()
-        operands = operands._replace(learned=_strided(table))
+        operands = operands._replace(learned=_strided(_padded(recorder, q, learned, group, base_2=False)))
     together = H % group == 0 and all(t.strides[1:] == (D, t.strides[2], 1) for t in (operands.k, operands.v))
-    learned_pass[(B * num_tiles * groups,)](
+    recorder.launch(
+        learned_pass, B * num_tiles * groups,
         operands, _saved(gradients), _strided(gradients.dq), partials, num_tiles,
         ROWS=rows, WARPS=blocks["num_warps"], TOGETHER=together, ACCUMULATE=gradients.accumulate,
         **(blocks | {"GROUP": group}),
     )  # fmt: skip
-    d_learned += partials.sum(dim=(0, 1)).transpose(1, 2).flatten(0, 1)[:H, :num_learned]
+    return partials
 
 
-def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+def _narrow_bwd(recorder: Recorder, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor | None:
     """One pass for heads that share a program; ``gradients`` has a plane of its own for each dense one."""
     B, H, M, D = q.shape
-    Nk, form, d_learned, lse = k.shape[2], step.form, gradients.d_learned, gradients.lse
+    Nk, form, d_learned, dtype = k.shape[2], step.form, gradients.d_learned, gradients.lse.dtype
     plain = step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
     blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, _longest(step), plain, tiles.architecture())
     group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
     heads = tiles.padded_heads(H, q.element_size(), D)
     key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)
     query_rows, key_rows = triton.cdiv(M, block_m) * block_m, triton.cdiv(Nk, 16) * 16 + block_n
-    if key_tiles == 0 or M == 0:
-        if not gradients.accumulate:
-            for x in (gradients.dq, gradients.dk, gradients.dv):
-                x.zero_()
-        return
     # lse / scale leaves the range of fp16, and costs fp32 its last digits
     packed = not step.short and q.dtype in (torch.bfloat16, torch.float64) and abs(step.scale) > 1e-20
     width = max(16, triton.next_power_of_2(D + 3)) if packed else 16
 
     def rows(x: Tensor, num_rows: int) -> Strided:
-        return _strided(x.new_empty(B, num_rows, heads, width).transpose(1, 2) if packed else x)
+        return _strided(recorder.empty(B, num_rows, heads, width, dtype=x.dtype).transpose(1, 2) if packed else x)
 
-    table = None
-    if form == "bucket" and operands.learned is not None:
-        table = q.new_zeros(TABLE_SIZE.value, heads, dtype=lse.dtype)
-        table[:, :H] = operands.learned.ptr.T * (math.log2(math.e) if q.element_size() == 2 else 1.0)
+    learned = step.learned
+    if form == "bucket" and learned is not None:
+        learned = _padded(recorder, q, learned, heads, base_2=q.element_size() == 2)
+    operands = _operands(recorder, step, learned, q, k, v, gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
     block_r, grad, partials = 16, None, None
     if d_learned is not None and form == "dense":
         grad = _strided(d_learned)
     elif d_learned is not None:
         block_r = max(16 if form == "bucket" else 8, triton.next_power_of_2(d_learned.shape[1]))
-        shape = (block_r, group) if form == "bucket" else (group, block_r)
-        partials = lse.new_empty(B, key_tiles, heads // group, *shape)
+        partials = recorder.empty(B, key_tiles, heads // group, group, block_r, dtype=dtype)
         grad = _strided(partials)
-    at_once = min(key_tiles, max(1, PARTS_BYTES // (B * query_rows * heads * D * lse.element_size())))
-    parts = lse.new_empty(at_once, B, query_rows, heads, D) if key_tiles > 1 else None
-    total = lse.new_empty(B, query_rows, heads, D) if key_tiles > at_once else None
+    at_once = min(key_tiles, max(1, PARTS_BYTES // (B * query_rows * heads * D * dtype.itemsize)))
+    parts = recorder.empty(at_once, B, query_rows, heads, D, dtype=dtype) if key_tiles > 1 else None
+    total = recorder.empty(B, query_rows, heads, D, dtype=dtype) if key_tiles > at_once else None
     constants = {
         "HEADS": heads,
         "PACKED": packed,
@@ -303,7 +344,6 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         k=rows(k, key_rows),
         v=rows(v, key_rows),
         d_out=rows(gradients.d_out, query_rows),
-        table=table,
         dq=_strided(gradients.dq) if parts is None else None,
         parts=parts,
         dk=_strided(gradients.dk),
@@ -318,25 +358,23 @@ def _narrow_bwd(operands: Operands, step: Step, q: Tensor, k: Tensor, v: Tensor,
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
     saved = _saved(gradients)
-    with torch.cuda.device_of(q):
-        if packed:
-            block = 16 * group  # divides the rows of all heads
-            query_programs = B * query_rows * heads // block
-            programs = query_programs + B * key_rows * heads // block
-            narrow_kernels.pack_rows[(programs,)](operands, narrow, saved, query_programs, block)
-        for first in range(0, key_tiles, at_once):
-            now = min(at_once, key_tiles - first)
-            part = narrow._replace(first_tile=first, tiles=now)
-            narrow_kernels.one_pass[(B * now * heads // group,)](
-                operands, part, saved, BLOCK_R=block_r, WARPS=blocks["num_warps"], **blocks
-            )
-            if parts is not None:
-                block = 1024
-                narrow_kernels.sum_parts[(triton.cdiv(narrow.part, block),)](
-                    operands, narrow, _strided(gradients.dq), total, now,
-                    ADD=first > 0, LAST=first + now == key_tiles, BLOCK=block,
-                )  # fmt: skip
-    if d_learned is not None and partials is not None:
-        sums = partials.sum(dim=(0, 1))
-        sums = sums.transpose(1, 2) if form == "bucket" else sums
-        d_learned += sums.flatten(0, 1)[:H, : d_learned.shape[1]]
+    if packed:
+        block = 16 * group  # divides the rows of all heads
+        query_programs = B * query_rows * heads // block
+        programs = query_programs + B * key_rows * heads // block
+        recorder.launch(narrow_kernels.pack_rows, programs, operands, narrow, saved, query_programs, block)
+    for first in range(0, key_tiles, at_once):
+        now = min(at_once, key_tiles - first)
+        part = narrow._replace(first_tile=first, tiles=now)
+        recorder.launch(
+            narrow_kernels.one_pass, B * now * heads // group, operands, part, saved,
+            BLOCK_R=block_r, WARPS=blocks["num_warps"], **blocks,
+        )  # fmt: skip
+        if parts is not None:
+            block = 1024
+            recorder.launch(
+                narrow_kernels.sum_parts, triton.cdiv(narrow.part, block),
+                operands, narrow, _strided(gradients.dq), total, now,
+                ADD=first > 0, LAST=first + now == key_tiles, BLOCK=block,
+            )  # fmt: skip
+    return partials

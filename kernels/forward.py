@@ -19,7 +19,9 @@ from torch import Tensor
 from megagraph.kernels.tile import (
     LN2,
     LOG2E,
+    MASKED_BUCKET,
     REST,
+    TABLE_SIZE,
     Keys,
     Queries,
     Strided,
@@ -129,3 +131,18 @@ def step_fwd(
         tl.store(softmax.m + state, m, mask=in_state)
         tl.store(softmax.l + state, l, mask=in_state)
         tl.store(softmax.acc + state * x.D + offs_d, acc, mask=in_acc)
+
+
+@triton.jit
+def pad_table(table, padded, H, R, GROUP, BASE_2: tl.constexpr, BLOCK: tl.constexpr):
+    """A table [H, R] as padded [groups, TABLE_SIZE, GROUP]: NaN beyond R, -inf for the masked bucket, 0 beyond H. Grid
+    (cdiv(numbers of padded, BLOCK))."""
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry, h = flat // GROUP % TABLE_SIZE, flat // (GROUP * TABLE_SIZE) * GROUP + flat % GROUP
+    ptrs = table.ptr + h * table.strides[0] + entry * table.strides[1]
+    values = tl.load(ptrs, mask=(h < H) & (entry < R), other=float("nan")).to(padded.dtype.element_ty)
+    if BASE_2:
+        values *= LOG2E
+    values = tl.where(entry == MASKED_BUCKET, -float("inf"), values)
+    values = tl.where(h < H, values, 0.0)
+    tl.store(padded + flat, values, mask=flat < tl.cdiv(H, GROUP) * GROUP * TABLE_SIZE)

@@ -189,7 +189,7 @@ def learned_pass(
     TOGETHER: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries of GROUP heads, over all keys, and their share of the gradient, partials
-    [B, num_tiles, groups, ROWS, GROUP]; a table is [groups, TABLE_SIZE, GROUP] here.
+    [B, num_tiles, groups, GROUP, ROWS]; a table is [groups, TABLE_SIZE, GROUP] here.
 
     Grid (B * num_tiles * groups); heads vary fastest, as in forward.
     """
@@ -226,5 +226,5 @@ def learned_pass(
     if ACCUMULATE:
         dq += tl.load(ptrs, mask=keep, other=0.0)
     tl.store(ptrs, dq, mask=keep)
-    offs_sums = tl.arange(0, ROWS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    offs_sums = tl.arange(0, ROWS)[:, None] + tl.arange(0, GROUP)[None, :] * ROWS
     tl.store(partials + pid * (ROWS * GROUP) + offs_sums, tl.sum(sums, axis=0))

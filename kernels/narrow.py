@@ -51,12 +51,11 @@ class Narrow(NamedTuple):
     k: Strided
     v: Strided
     d_out: Strided
-    table: Tensor | None  # [TABLE_SIZE, HEADS], in base 2 if FOLD
     dq: Strided | None  # [B, H, M, D], of the only key tile
     parts: Tensor | None  # else [tiles of a launch, B, query_rows, HEADS, D]
     dk: Strided
     dv: Strided
-    # dense [B, H, M, N]; bucket [B, key_tiles, groups, R, GROUP]; projected [B, key_tiles, groups, GROUP, C]
+    # dense [B, H, M, N]; bucket [B, key_tiles, groups, GROUP, R]; projected [B, key_tiles, groups, GROUP, C]
     d_learned: Strided | None
     query_rows: int  # M and Nk padded to whole tiles
     key_rows: int
@@ -170,7 +169,8 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
         s += values * LOG2E if x.FOLD else values
     elif x.FORM == "bucket":
         index = tl.trans(bucket).to(tl.int32)
-        s += tl.load(n.table + index[None, :, :] * n.HEADS + queries.h[:, None, None])
+        # [TABLE_SIZE, HEADS], in base 2 if FOLD
+        s += tl.load(x.learned.ptr + index[None, :, :] * n.HEADS + queries.h[:, None, None])
     elif x.FORM == "projected":
         stride_h, stride_c = x.learned.strides
         WIDE: tl.constexpr = x.BIAS_DTYPE == x.ACC_DTYPE
@@ -357,7 +357,10 @@ def one_pass(
         ROWS: tl.constexpr = learned.shape[1]
         COLUMNS: tl.constexpr = learned.shape[2]
         ptrs = n.d_learned.ptr + ((b * n.key_tiles + tile) * groups + group) * (ROWS * COLUMNS)
-        ptrs += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        if x.FORM == "bucket":
+            ptrs += tl.arange(0, ROWS)[:, None] + tl.arange(0, COLUMNS)[None, :] * ROWS
+        else:
+            ptrs += tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         tl.store(ptrs, tl.sum(sums.learned, axis=0))
 
 

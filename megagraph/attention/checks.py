@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import mul
 
 import torch
 from torch import Tensor, nn
@@ -154,9 +155,9 @@ def check_step(step: Step, device: torch.device, B: int, H: int, M: int, N: int 
     if step.key_padding_mask is not None:
         check_tensor("key_padding_mask", step.key_padding_mask, device, (B, N), torch.bool)
     if step.dropout_key is not None:
-        check_tensor("dropout_key", step.dropout_key, device, (B,), torch.int32)
+        check_tensor("dropout_key", step.dropout_key, device, (B,), torch.int32, contiguous=True)
     if step.row_ids is not None:
-        check_tensor("row_ids", step.row_ids, device, (M,))
+        check_tensor("row_ids", step.row_ids, device, (M,), contiguous=True)
 
 
 def check_tensor(
@@ -182,11 +183,17 @@ def check_tensor(
             f"{name} must be {dtype or x.dtype} on {device}, got {x.dtype} on {x.device}; convert it and keep it so "
             "until backward"
         )
-    size, in_a_row = x.numel(), x.is_contiguous()
-    if contiguous and not in_a_row:
+    if contiguous and not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}; pass {name}.contiguous()")
-    if size and not in_a_row:
-        size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    check_memory(name, x)
+
+
+def check_memory(name: str, x: Tensor) -> None:
+    """Raise ValueError unless there is memory for all that x spans."""
+    size = x.numel()
+    if size and not x.is_contiguous():
+        strides = x.stride()
+        size = 1 + sum(map(mul, x.shape, strides)) - sum(strides)  # (n - 1) steps of each axis
     needed, there = (x.storage_offset() + size) * x.itemsize, x.untyped_storage().nbytes()
     if size and needed > there:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megagraph.attention.step import Gradients, State, Step
+from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
 Impl = Literal["triton", "triton_long", "blocked", "blocked_long", "reference"]
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, as in megagraph.kernels.tiles
@@ -39,11 +39,13 @@ class Engine(Protocol):
         """
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
-        """What the softmax subtracts in ds = p * (dp - delta), [B, H, M], so far as ``backward`` does not find it
-        itself; a gradient of lse enters with the other sign, None is 0."""
+        """What the softmax subtracts in ds = p * (dp - delta), [B, H, M], in every step of a ring, so far as
+        ``backward`` does not find it itself; a gradient of lse enters with the other sign, None is 0."""
 
-    def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
-        """The share of one visiting block."""
+    def backward(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
+    ) -> None:
+        """The share of one visiting block; ``of``: what to make delta of first."""
 
 
 class Triton:
@@ -73,19 +75,21 @@ class Triton:
     def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
         from megagraph.kernels.biased_attention import launch_step_fwd
 
-        launch_step_fwd(step, q, k, v, state)
+        launch_step_fwd(q, k, v, step, state)
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         from megagraph.kernels.biased_attention import launch_row_delta
 
         delta = torch.empty(out.shape[:-1], dtype=state_dtype(out), device=out.device)
-        launch_row_delta(d_out, out, None if d_lse is None else d_lse.contiguous(), delta)
+        launch_row_delta(d_out, delta, DeltaOf(out=out, d_lse=None if d_lse is None else d_lse.contiguous()))
         return delta
 
-    def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+    def backward(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
+    ) -> None:
         from megagraph.kernels.biased_attention import launch_step_bwd
 
-        launch_step_bwd(step, q, k, v, gradients)
+        launch_step_bwd(q, k, v, step, gradients, of)
 
 
 class Blocked:
@@ -120,9 +124,13 @@ class Blocked:
         delta = (d_out.to(dtype) * out).sum(dim=-1)
         return (delta if d_lse is None else delta - d_lse).contiguous()
 
-    def backward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
+    def backward(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
+    ) -> None:
         from megagraph.attention.cpu import rows, tiles
 
+        if of is not None:
+            gradients = replace(gradients, delta=self.delta(step, gradients.d_out, of.out, of.d_lse))
         (rows if step.short else tiles).backward(step, q, k, v, gradients)
 
 

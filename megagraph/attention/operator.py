@@ -9,7 +9,7 @@ sequences.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, Literal, overload
 
 import torch
@@ -19,9 +19,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias, check_strided
-from megagraph.attention.checks import check_inputs, check_operands, check_scale, check_tensor, check_values
+from megagraph.attention.checks import (
+    check_inputs,
+    check_memory,
+    check_operands,
+    check_scale,
+    check_tensor,
+    check_values,
+)
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
-from megagraph.attention.step import Gradients, State, Step
+from megagraph.attention.step import TENSORS, DeltaOf, Gradients, State, Step
 
 
 @overload
@@ -135,7 +142,7 @@ def make_step(
         segments=[],
         scale=q.shape[-1] ** -0.5 if scale is None else check_scale(scale),
         dropout_p=dropout_p,
-        dropout_key=None if dropout_p == 0.0 else dropout_key,
+        dropout_key=None if dropout_p == 0.0 or dropout_key is None else dropout_key.contiguous(),
     )
 
 
@@ -147,7 +154,7 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) ->
             return reference.biased_attention(
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
             )
-    step = replace(step, segments=[(0, 0, k.shape[2])])
+    step = step.but(segments=[(0, 0, k.shape[2])])
     if _is_watched(q, k, v, step.learned):
         return _attention(q, k, v, *step.flat())
     return _Attention.apply(step, q, k, v, step.learned)
@@ -169,9 +176,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step, q, k, v, learned):
-        out, lse = _forward(_checked(step, q, k, v), q, k, v)
-        ctx.set_materialize_grads(False)
         ctx.values, tensors = step.split()
+        for name, x in zip(_NAMES, (q, k, v, *tensors), strict=True):
+            if x is not None:  # the rest ``check_inputs`` has just seen
+                check_memory(name, x)
+        out, lse = _forward(_by_its_path(step, q, k), q, k, v)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *tensors, out, lse)
         return out, lse
 
@@ -184,8 +194,12 @@ class _Attention(torch.autograd.Function):
         if _is_watched(d_out) or torch.is_grad_enabled():
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
-            *gradients, d_learned = _gradients(_checked(step, q, k, v), q, k, v, (d_out, d_lse, out, lse), learned_grad)
+            step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)
+            *gradients, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
         return None, *gradients, d_learned if learned_grad else None
+
+
+_NAMES = ("q", "k", "v", *TENSORS)
 
 
 # ---- one step of a ring
@@ -282,8 +296,12 @@ def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def _checked(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Step:
     """The only step where all keys are on one rank."""
     check_operands(step, q, k, v, whole=True)
+    return _by_its_path(step, q, k)
+
+
+def _by_its_path(step: Step, q: Tensor, k: Tensor) -> Step:
     short = step.short and q.numel() > 0 and k.numel() > 0 and ENGINES[step.engine].takes_short(step, q, k)
-    return replace(step, short=short)
+    return step if short == step.short else step.but(short=short)
 
 
 @_attention.register_fake
@@ -309,9 +327,21 @@ def _attention_backward(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    check_tensor("q", q, d_out.device, d_out.shape, d_out.dtype)  # the others are to fit q
-    step = _checked(Step.read(iter(arguments)), q, k, v)
+    step = _checked_backward(Step.read(iter(arguments)), q, k, v, d_out, d_lse, out, lse)
     return _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
+
+
+def _checked_backward(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> Step:
+    check_tensor("q", q, d_out.device, d_out.shape, d_out.dtype)  # the others are to fit q
+    step = _checked(step, q, k, v)
+    check_tensor("d_out", d_out, q.device, q.shape)
+    check_tensor("out", out, q.device, q.shape, q.dtype)
+    if d_lse is not None:
+        check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
+    _check_rows(q, lse=lse)
+    return step
 
 
 def _gradients(
@@ -319,22 +349,23 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a step that was checked; ``saved``: d_out, d_lse, out, lse."""
     d_out, d_lse, out, lse = saved
-    check_tensor("d_out", d_out, q.device, q.shape, q.dtype)
-    check_tensor("out", out, q.device, q.shape, q.dtype)
-    if d_lse is not None:
-        check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
-    _check_rows(q, lse=lse)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     learned, d_learned = step.learned, None
     if learned_grad and learned is not None:
         d_learned = learned_gradient(step.form, q, learned)
     if q.numel() and k.shape[2]:
-        engine = ENGINES[step.engine]
-        delta = engine.delta(step, d_out, out, d_lse)
         gradients = Gradients(
-            d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=False
+            d_out=d_out,
+            lse=lse,
+            delta=torch.empty_like(lse),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            d_learned=d_learned,
+            accumulate=False,
         )
-        engine.backward(step, q, k, v, gradients)
+        delta_of = DeltaOf(out=out, d_lse=None if d_lse is None else d_lse.contiguous())
+        ENGINES[step.engine].backward(step, q, k, v, gradients, delta_of)
     else:
         for x in (dq, dk, dv):
             x.zero_()

@@ -34,6 +34,7 @@ from tests.steps import run_steps
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import biased_attention as kernels
+from megagraph.kernels.launch import plans
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,15 @@ def _poison():
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def no_plans():
+    """None is known from other tiles, and none stays."""
+    plans.clear()
+    yield
+    plans.clear()
+
+
+@pytest.fixture
+def small_tiles(monkeypatch, no_plans):
     """Tiles of 16 keys, so that small problems have many."""
 
     def choose(kernel, *args):
@@ -97,7 +106,7 @@ def test_heads_need_not_fill_their_groups(form, H, dtype):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_of_dq_in_several_launches(form, accumulate, monkeypatch):
+def test_parts_of_dq_in_several_launches(form, accumulate, monkeypatch, no_plans):
     """One key tile a launch: the sum so far is carried from launch to launch."""
     monkeypatch.setattr(kernels, "PARTS_BYTES", 1)
     problem = make_problem(form, Shape(33, 80, 8), dropout_p=0.2)
