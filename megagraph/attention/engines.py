@@ -174,4 +174,4 @@ def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bo
 
 def state_dtype(q: Tensor) -> torch.dtype:
     """Of sums: fp32, or fp64 for fp64 inputs."""
-    return torch.promote_types(q.dtype, torch.float32)
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

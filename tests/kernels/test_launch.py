@@ -1,0 +1,149 @@
+"""Launches that repeat a plan: other memory, other values, the same kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import megagraph as mg
+from tests.problems import DEVICE, FORMS, Problem, Shape, make_problem
+
+pytest.importorskip("triton", reason="triton has wheels for Linux only")
+
+from megagraph.kernels.forward import pad_table
+from megagraph.kernels.launch import Plan, Recorder, plans
+
+SHAPE = Shape(17, 33, 8)
+
+
+@pytest.fixture(autouse=True)
+def _no_plans():
+    plans.clear()
+    yield
+    plans.clear()
+
+
+def call(problem: Problem, inputs: list[Tensor]) -> list[Tensor]:
+    """out and gradients of leaves with these values."""
+    q, k, v, *learned = inputs = [x.detach().requires_grad_() for x in inputs]
+    names = {"dense": "values", "bucket": "table", "projected": "weight"}
+    bias = problem.bias and type(problem.bias)(**vars(problem.bias) | {names[problem.bias.form]: learned[0]})
+    out = mg.biased_attention(
+        q,
+        k,
+        v,
+        bias,
+        key_padding_mask=problem.padding,
+        dropout_p=problem.dropout_p,
+        dropout_key=problem.dropout_key,
+        impl="triton",
+    )
+    return [out.detach(), *torch.autograd.grad(out, inputs, problem.d_out)]
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("D", [8, 40])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_plan_serves_other_memory(form, D):
+    problem = make_problem(form, SHAPE._replace(D=D), dropout_p=0.3)
+    call(problem, problem.inputs)
+    known = len(plans)
+    others = [torch.randn_like(x) for x in problem.inputs]
+    got = call(problem, others)
+    assert len(plans) == known
+    plans.clear()
+    assert_same(got, call(problem, others))
+
+
+def test_strides_and_alignment_make_another_plan():
+    problem = make_problem("projected", SHAPE)
+    want = call(problem, problem.inputs)
+    q, k, v, weight = problem.inputs
+    rows_first = k.transpose(1, 2).contiguous().transpose(1, 2)
+    odd = torch.empty(v.numel() + 1, dtype=v.dtype, device=v.device)[1:].view_as(v).copy_(v)
+    for inputs in ([q, rows_first, v, weight], [q, k, odd, weight], [q, k, v, weight.T.contiguous().T]):
+        known = len(plans)
+        for x, y in zip(call(problem, inputs), want, strict=True):
+            torch.testing.assert_close(x, y)
+        assert len(plans) > known
+
+
+def test_values_are_read_anew():
+    problem = make_problem("bucket", SHAPE)
+    table = problem.bias.table
+    before = call(problem, problem.inputs)
+    table.data.mul_(2)  # leaves the version as it is
+    after = call(problem, problem.inputs)
+    plans.clear()
+    assert_same(after, call(problem, problem.inputs))
+    assert not torch.equal(after[0], before[0])
+
+
+@pytest.mark.parametrize("same", ["qkv", "kv", ""])
+def test_who_shares_memory_makes_another_plan(same):
+    """A plan of q = k = v would else serve three tensors of this geometry with one of them."""
+    problem = make_problem("none", Shape(33, 33, 8), padded=False)
+    q, k, v, d_out = problem.q, problem.k, problem.v, problem.d_out
+
+    def forward(q, k, v):
+        return mg.biased_attention(q, k, v, impl="triton")
+
+    forward({"qkv": k}.get(same, q), k, v if not same else k)
+    want = mg.biased_attention(q, k, v, impl="reference")
+    torch.testing.assert_close(forward(q, k, v), want)
+    torch.testing.assert_close(forward(q, d_out, v), mg.biased_attention(q, d_out, v, impl="reference"))
+
+
+def test_a_launcher_hands_over_nothing_of_its_own():
+    recorder, table = Recorder(torch.device(DEVICE)), torch.randn(1, 5, device=DEVICE)
+    padded = torch.empty(1, 256, 1, device=DEVICE)  # neither given nor the recorder's
+    from megagraph.kernels.tile import Strided
+
+    recorder.launch(pad_table, 1, Strided(table, table.stride()), padded, 1, 5, 1, BASE_2=False, BLOCK=256)
+    with pytest.raises(KeyError):
+        Plan(recorder, [table], None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_waits_for_nothing_and_copies_nothing(form):
+    """What a CUDA graph cannot hold, and what takes the host's time: none of it where plans are known."""
+    problem = make_problem(form, SHAPE, dropout_p=0.3)
+    call(problem, problem.inputs)
+    for plan in plans.values():
+        plan._runs = [lambda *_: None] * len(plan._kernels)  # the interpreter's own operations are not ours
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        call(problem, problem.inputs)
+    ran = {event.key.removeprefix("aten::") for event in prof.key_averages() if event.key.startswith("aten::")}
+    views = {"view", "transpose", "expand", "as_strided", "slice", "flatten", "unflatten", "detach", "reshape"}
+    views |= {"to"}  # of the dtype it has: a copy would be one more operation
+    makes = {"empty", "new_empty", "empty_like", "empty_strided", "zeros", "zeros_like", "zero_", "fill_", "ones_like"}
+    sums = {"sum", "add_"} if form in ("bucket", "projected") else set()
+    assert ran <= views | makes | sums, sorted(ran - views - makes - sums)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; bench/gpu.sh --check runs it")
+@pytest.mark.parametrize("D", [8, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_step_in_a_cuda_graph(form, D):
+    """Captured once; a replay sees new inputs, and a table that has changed."""
+    problem = make_problem(form, Shape(64, 80, D), dropout_p=0.1)
+    inputs = [x.clone() for x in problem.inputs]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call(problem, inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(problem, inputs)
+    for x in inputs:
+        x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(captured, call(problem, inputs))
