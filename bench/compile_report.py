@@ -48,6 +48,8 @@ class Launch(NamedTuple):
     kernel: str
     binary: Any
     sizes: dict[str, Any]  # its keyword arguments
+    programs: int
+    arguments: tuple
 
 
 class _StubDriver:
@@ -159,7 +161,7 @@ def compiled_launches(arch: str, only: str = "") -> Iterator[list[Launch]]:
         if not self.fn.__name__.startswith(only):
             return None
         binary = run(self, *args, grid=grid, warmup=True, **kwargs)
-        kept.append(Launch(self.fn.__name__, binary, kwargs))
+        kept.append(Launch(self.fn.__name__, binary, kwargs, grid[0], args))
         return binary
 
     driver = triton.runtime.driver

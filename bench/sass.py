@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 _BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_\w+)\)")
 _SPILLS = ("LDL", "STL")
+_MOVES = ("LDG.", "STG", "LDS", "STS", "LDGSTS")
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,36 @@ class Loop:
     def spills(self) -> int:
         return self.count(*_SPILLS)
 
+    @property
+    def moved(self) -> int:
+        """Bytes a lane moves between registers and L1 or shared memory."""
+        return sum(n * _width(opcode) for opcode, n in self.opcodes.items() if opcode.startswith(_MOVES))
+
+    def products(self, warps: int) -> tuple[int, int]:
+        """Floating point operations of a program's mma.sync and wgmma."""
+        sync = warp_group = 0
+        for opcode, n in self.opcodes.items():
+            if found := re.match(r"HMMA\.(\d\d?)(\d)(\d\d?)\.", opcode):  # 16816 or 1688
+                sync += n * warps * 2 * math.prod(map(int, found.groups()))
+            elif found := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)\.", opcode):
+                warp_group += n * warps // 4 * 2 * math.prod(map(int, found.groups()))
+        return sync, warp_group
+
+
+def _width(opcode: str) -> int:
+    """Bytes a lane moves."""
+    if opcode.startswith(("LDSM", "STSM")):
+        return 4 * int(opcode[-1]) if opcode[-1] in "24" else 4
+    found = re.search(r"\.[US]?(8|16|64|128)\b", opcode)
+    return int(found[1]) // 8 if found else 4
+
 
 def _run(tool: str, *arguments: str | Path) -> str:
     return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:
-    """Registers, stack bytes and spill instructions of the kernel; its innermost loops with exponentials, in order."""
+    """Registers, stack bytes, spills and instructions outside of loops; innermost loops with exponentials, in order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -48,7 +73,9 @@ def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:
     opcodes, loops = _parse(text)
     resources = {"registers": int(found[1]), "stack": int(found[2])}
     resources["spills"] = sum(opcode.startswith(_SPILLS) for opcode in opcodes)
-    return resources, [Loop(Counter(opcodes[start:stop])) for start, stop in loops]
+    found_loops = [Loop(Counter(opcodes[start:stop])) for start, stop in loops]
+    resources["once"] = len(opcodes) - sum(loop.count() for loop in found_loops)
+    return resources, found_loops
 
 
 def _parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
