@@ -9,7 +9,7 @@ is that of its busiest unit, as if the units worked at once and nothing waited:
     exp      exponentials                       tensor   products; mma.sync reaches part of what wgmma does
     l1       bytes between registers and L1 or shared memory, without bank conflicts
     l2       what tiles read of their operands and write of parts, a score at a time
-    hbm      every tensor that a kernel is handed, once
+    hbm      every tensor that a kernel reads or writes, once
 
 Kernels follow each other with a gap, and the host's time is a bound of its own. ``full`` takes every issue slot, as
 the peer's floor takes all of HBM; ``likely`` takes what a good kernel gets of them. The peer is fused attention that
@@ -113,6 +113,17 @@ def l2_bytes(launch: Launch, case: Case) -> float:
     return bytes_
 
 
+def _touched(launch: Launch) -> tuple:
+    """Arguments without what a kernel is handed beside its own."""
+    if launch.kernel == "pack_rows":
+        x, n, saved, *_ = launch.arguments
+        return x.q, x.k, x.v, n.q, n.k, n.v, n.d_out, saved
+    if launch.kernel == "sum_parts":
+        _, n, dq, *_ = launch.arguments
+        return n.parts, dq
+    return launch.arguments
+
+
 def _tensors(arguments: Any) -> dict[int, int]:
     """Bytes behind each pointer."""
     if isinstance(arguments, torch.Tensor):
@@ -145,7 +156,7 @@ def kernel_row(launch: Launch, case: Case, rates: Rates) -> dict[str, Any]:
         sync, warp_group = loop.products(warps)
         seconds["tensor"] += n * programs * (sync / MMA_SYNC + warp_group) / rates.tensor
     seconds["l2"] = l2_bytes(launch, case) * case.elements / L2 if loops else 0.0
-    seconds["hbm"] = sum(_tensors(launch.arguments).values()) / rates.hbm
+    seconds["hbm"] = sum(_tensors(_touched(launch)).values()) / rates.hbm
     return {
         "kernel": launch.kernel,
         "programs": programs,
