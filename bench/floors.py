@@ -20,7 +20,7 @@ from bench.provenance import RESULTS
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS, Case
 from megagraph.kernels.variants import Variant
 
-_SM, _HZ = 132, 1.98e9
+SMS, HERTZ = 132, 1.98e9
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ RATES = {
         hbm=4.3e12,  # measured: device-to-device copy
         tensor=790e12,  # measured: 8192^3 bf16 product of random matrices
         # per SM and clock: CUDA C++ programming guide, arithmetic throughput for compute capability 9.0
-        exp=16 * _SM * _HZ,
-        fma=128 * _SM * _HZ,
-        alu=64 * _SM * _HZ,
-        issue=128 * _SM * _HZ,
-        shared=128 * _SM * _HZ,
-        gather=32 * _SM * _HZ,
+        exp=16 * SMS * HERTZ,
+        fma=128 * SMS * HERTZ,
+        alu=64 * SMS * HERTZ,
+        issue=128 * SMS * HERTZ,
+        shared=128 * SMS * HERTZ,
+        gather=32 * SMS * HERTZ,
     )
 }
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,20 +28,19 @@ import torch
 
 import megagraph as mg
 from bench.compile_report import Launch, compiled_launches, programs_per_sm
-from bench.floors import RATES, Rates, floor, hbm_bytes
+from bench.floors import HERTZ, RATES, SMS, Rates, floor, hbm_bytes
 from bench.provenance import RESULTS, write_rows
 from bench.sass import read_cubin
-from bench.shapes import FORMS, NUM_BUCKETS, NUM_CHANNELS, Case, square
+from bench.shapes import FORMS, NUM_BUCKETS, NUM_CHANNELS, SHAPES, Case, square
 from megagraph.attention.bias import Bias
 from megagraph.attention.operator import make_step
 from megagraph.attention.step import DeltaOf, Gradients, State
 
-DEVICE, SMS, HERTZ = "NVIDIA H200", 132, 1.98e9
+DEVICE = "NVIDIA H200"
 LIKELY = 0.7  # of the issue slots
 L2 = 5.5e12  # bytes a second, assumed: no figure of the vendor's
 MMA_SYNC = 0.63  # of wgmma's rate (arXiv:2402.13499, section 5.3)
 GAP = 1.5e-6  # seconds from kernel to kernel in one stream, assumed
-SHAPES = [(8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32)]  # B, H, N, D
 _BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
 
 
@@ -177,7 +177,7 @@ def least(kernel: dict[str, Any], share: float) -> tuple[float, str]:
 
 def peer_seconds(case: Case, backward: bool, rates: Rates) -> float:
     """A fused kernel's floor that reads a dense bias, and what a compact one costs it."""
-    dense = Case(case.B, case.H, case.M, case.N, case.D, case.form if case.form == "none" else "dense", torch.bfloat16)
+    dense = case if case.form == "none" else replace(case, form="dense")
     found = floor(dense, "backward" if backward else "forward", rates)
     assert found is not None
     if case.form in ("none", "dense"):
@@ -231,10 +231,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Compile, print the table, write the rows."""
     rows = []
-    for shape in SHAPES:
+    for shape in SHAPES["cuda"]:
         for form in FORMS:
-            case = square(*shape, form)
-            case = Case(case.B, case.H, case.M, case.N, case.D, form, torch.bfloat16)
+            case = replace(square(*shape, form), dtype=torch.bfloat16)
             rows += [predict(case, backward) for backward in (False, True)]
     print(table(rows))
     print(write_rows("predicted", rows, folder="compile"))

@@ -53,7 +53,7 @@ def square(B: int, H: int, N: int, D: int, form: str) -> Case:
 
 
 # ANS-GT's ego batches, the same with more nodes and thin heads, one long sequence with thin and wide heads, clusters
-_SHAPES = {
+SHAPES = {
     "cuda": [(8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32)],
     "cpu": [(256, 8, 32, 8), (8, 32, 144, 4), (1, 8, 1024, 8), (1, 8, 1024, 64), (1, 16, 512, 32)],
 }
@@ -65,7 +65,7 @@ def cases(smoke: bool) -> list[tuple[str, Case]]:
     if smoke:
         shapes = [("shapes", square(2, 2, 17, 8, form)) for form in ("none", *FORMS, "factored")]
         return shapes + [("N", square(1, 2, N, 8, "bucket")) for N in (16, 32)]
-    shapes = [("shapes", square(*shape, form)) for shape in _SHAPES[DEVICE] for form in FORMS]
+    shapes = [("shapes", square(*shape, form)) for shape in SHAPES[DEVICE] for form in FORMS]
     base = square(1, 8, 2048, 64, "bucket")
     sweep = [("N", replace(base, M=N, N=N)) for N in _SWEPT_N[DEVICE]]
     if DEVICE == "cuda":

@@ -74,6 +74,31 @@ def _fwd_tile(x, running, q, queries, keys, BLOCK_N: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit
+def read_softmax(x, softmax, state, offs_d, in_state, in_acc, FIRST: tl.constexpr):
+    """The softmax so far of rows whose numbers stand at ``state``; in_state [..., rows, 1], in_acc [..., rows, D]."""
+    if FIRST:
+        m = tl.full(in_state.shape, -float("inf"), x.ACC_DTYPE)
+        l = tl.zeros(in_state.shape, x.ACC_DTYPE)
+        acc = tl.zeros(in_acc.shape, x.ACC_DTYPE)
+    else:
+        m = tl.load(softmax.m + state, mask=in_state, other=-float("inf"))
+        l = tl.load(softmax.l + state, mask=in_state, other=0.0)
+        acc = tl.load(softmax.acc + state * x.D + offs_d, mask=in_acc, other=0.0)
+        if x.FOLD:
+            m *= LOG2E
+    return Running(m, l, acc)
+
+
+@triton.jit
+def write_softmax(x, softmax, state, offs_d, in_state, in_acc, running):
+    """What :func:`read_softmax` reads at the next step."""
+    m = running.m * LN2 if x.FOLD else running.m
+    tl.store(softmax.m + state, m, mask=in_state)
+    tl.store(softmax.l + state, running.l, mask=in_state)
+    tl.store(softmax.acc + state * x.D + offs_d, running.acc, mask=in_acc)
+
+
+@triton.jit
 def step_fwd(
     x, softmax, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
@@ -97,17 +122,7 @@ def step_fwd(
     in_acc = in_state & (offs_d < x.D)
 
     q = load_rows(x, x.q, head_ptr(x, x.q, b, h), row, offs_m, x.M, False)
-    if FIRST:
-        m = tl.full([BLOCK_M, 1], -float("inf"), x.ACC_DTYPE)
-        l = tl.zeros([BLOCK_M, 1], x.ACC_DTYPE)
-        acc = tl.zeros([BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
-    else:
-        m = tl.load(softmax.m + state, mask=in_state, other=-float("inf"))
-        l = tl.load(softmax.l + state, mask=in_state, other=0.0)
-        acc = tl.load(softmax.acc + state * x.D + offs_d, mask=in_acc, other=0.0)
-        if x.FOLD:
-            m *= LOG2E
-    running = Running(m, l, acc)
+    running = read_softmax(x, softmax, state, offs_d, in_state, in_acc, FIRST)
 
     k_ptr = head_ptr(x, x.k, b, h)
     v_ptr = head_ptr(x, x.v, b, h)
@@ -126,11 +141,7 @@ def step_fwd(
         tl.store(softmax.lse + state, lse, mask=in_state)
         write_rows(x, softmax.out, (b, h, row), offs, x.M - row, acc * (x.KEEP_SCALE / l_safe), False)
     else:
-        if x.FOLD:
-            m *= LN2
-        tl.store(softmax.m + state, m, mask=in_state)
-        tl.store(softmax.l + state, l, mask=in_state)
-        tl.store(softmax.acc + state * x.D + offs_d, acc, mask=in_acc)
+        write_softmax(x, softmax, state, offs_d, in_state, in_acc, running)
 
 
 @triton.jit

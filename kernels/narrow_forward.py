@@ -11,10 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megagraph.kernels.forward import Running
+from megagraph.kernels.forward import Running, read_softmax, write_softmax
 from megagraph.kernels.tile import (
-    LN2,
-    LOG2E,
     REST,
     Keys,
     Queries,
@@ -125,19 +123,9 @@ def narrow_fwd(
     in_acc = in_state & (offs_d < x.D)
 
     q = load_heads(x, x.q, b, heads, row, offs_m, x.M, False)
-    if FIRST:
-        m = tl.full([GROUP, BLOCK_M, 1], -float("inf"), x.ACC_DTYPE)
-        l = tl.zeros([GROUP, BLOCK_M, 1], x.ACC_DTYPE)
-        acc = tl.zeros([GROUP, BLOCK_M, x.BLOCK_V], x.ACC_DTYPE)
-    else:
-        m = tl.load(softmax.m + state, mask=in_state, other=-float("inf"))
-        l = tl.load(softmax.l + state, mask=in_state, other=0.0)
-        acc = tl.load(softmax.acc + state * x.D + offs_d, mask=in_acc, other=0.0)
-        if x.FOLD:
-            m *= LOG2E
-        if x.ONES:
-            acc = tl.where(offs_d == x.D, l, acc)
-    running = Running(m, l, acc)
+    running = read_softmax(x, softmax, state, offs_d, in_state, in_acc, FIRST)
+    if x.ONES and not FIRST:
+        running = Running(running.m, running.l, tl.where(offs_d == x.D, running.l, running.acc))
 
     keys = row_keys(x, b, heads[:, None], (row + offs_m)[None, :])
     queries = Queries(b, offs_h, row, offs_m, in_rows, keys)
@@ -153,8 +141,4 @@ def narrow_fwd(
         ptrs = heads_ptrs(x, softmax.out, b, heads, row, offs_m, x.BLOCK_V)
         tl.store(ptrs, acc * (x.KEEP_SCALE / l_safe), mask=in_acc)
     else:
-        if x.FOLD:
-            m *= LN2
-        tl.store(softmax.m + state, m, mask=in_state)
-        tl.store(softmax.l + state, l, mask=in_state)
-        tl.store(softmax.acc + state * x.D + offs_d, acc, mask=in_acc)
+        write_softmax(x, softmax, state, offs_d, in_state, in_acc, Running(m, l, acc))

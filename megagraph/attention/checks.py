@@ -185,11 +185,6 @@ def check_tensor(
         )
     if contiguous and not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}; pass {name}.contiguous()")
-    check_memory(name, x)
-
-
-def check_memory(name: str, x: Tensor) -> None:
-    """Raise ValueError unless there is memory for all that x spans."""
     size = x.numel()
     if size and not x.is_contiguous():
         strides = x.stride()

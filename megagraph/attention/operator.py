@@ -21,14 +21,13 @@ from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias, check_strided
 from megagraph.attention.checks import (
     check_inputs,
-    check_memory,
     check_operands,
     check_scale,
     check_tensor,
     check_values,
 )
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
-from megagraph.attention.step import TENSORS, DeltaOf, Gradients, State, Step
+from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
 
 @overload
@@ -176,11 +175,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step, q, k, v, learned):
+        out, lse = _forward(_checked(step, q, k, v), q, k, v)
         ctx.values, tensors = step.split()
-        for name, x in zip(_NAMES, (q, k, v, *tensors), strict=True):
-            if x is not None:  # the rest ``check_inputs`` has just seen
-                check_memory(name, x)
-        out, lse = _forward(_by_its_path(step, q, k), q, k, v)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *tensors, out, lse)
         return out, lse
@@ -197,9 +193,6 @@ class _Attention(torch.autograd.Function):
             step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)
             *gradients, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
         return None, *gradients, d_learned if learned_grad else None
-
-
-_NAMES = ("q", "k", "v", *TENSORS)
 
 
 # ---- one step of a ring
@@ -296,10 +289,6 @@ def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def _checked(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Step:
     """The only step where all keys are on one rank."""
     check_operands(step, q, k, v, whole=True)
-    return _by_its_path(step, q, k)
-
-
-def _by_its_path(step: Step, q: Tensor, k: Tensor) -> Step:
     short = step.short and q.numel() > 0 and k.numel() > 0 and ENGINES[step.engine].takes_short(step, q, k)
     return step if short == step.short else step.but(short=short)
 

@@ -94,15 +94,15 @@ class Step(Arguments):
     def split(self) -> tuple[dict[str, Any], tuple[Tensor | None, ...]]:
         """Its other fields, and its tensors, which autograd keeps."""
         values = dict(vars(self))
-        return values, tuple(values.pop(name) for name in TENSORS)
+        return values, tuple(values.pop(name) for name in _TENSORS)
 
     @classmethod
     def join(cls, values: dict[str, Any], tensors: Iterable[Tensor | None]) -> Step:
         """What :meth:`split` took apart."""
-        return cls(**(values | dict(zip(TENSORS, tensors, strict=True))))
+        return cls(**(values | dict(zip(_TENSORS, tensors, strict=True))))
 
 
-TENSORS = tuple(  # of a step
+_TENSORS = tuple(  # of a step
     name for name, kind in get_type_hints(Step).items() if kind == Tensor | None
 )
 

@@ -121,6 +121,15 @@ IMPLS = ("blocked", "blocked_long") if DEVICE == "cpu" else ("triton",)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_what_changed_since_a_bias_was_made(impl):
+    problem = make_problem("projected", Shape(M, N, D, B=B, H=H), dtype=torch.float32)
+    mask = problem.bias.mask
+    mask.data = mask[:, :1, :1].clone()
+    with pytest.raises(ValueError, match="bias mask must have shape"):
+        mg.biased_attention(problem.q, problem.k, problem.v, problem.bias, impl=impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "index", "table", "padding", "key"])
 def test_what_changes_before_backward(name, impl):
     problem = make_problem("bucket", Shape(M, N, D, B=B, H=H), dtype=torch.float32, dropout_p=0.3)

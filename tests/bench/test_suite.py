@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,15 @@ def test_mutants_change_one_place_and_are_programs(tmp_path):
         assert copy.read_text() != before == (ROOT / mutant.file).read_text()
         ast.parse(copy.read_text())
         assert all((ROOT / tests).exists() for tests in mutant.tests)
+
+
+def test_what_a_loop_moves_and_multiplies():
+    """By hand: bytes a lane moves; products of 4 warps, which are one warp group."""
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    from bench import sass
+
+    moves = {"LDG.E.128": 2, "LDG.E.U8": 3, "LDS": 1, "STSM.16.M88.4": 1, "LDGSTS.E.BYPASS.128": 1, "LDGDEPBAR": 9}
+    products = {"HMMA.16816.F32.BF16": 3, "HMMA.1688.F32.BF16": 1, "HGMMA.64x32x16.F32.BF16": 2, "FFMA": 7}
+    loop = sass.Loop(Counter(moves | products))
+    assert loop.moved == 2 * 16 + 3 * 1 + 4 + 16 + 16
+    assert loop.products(warps=4) == (4 * (3 * 2 * 16 * 8 * 16 + 2 * 16 * 8 * 8), 2 * 2 * 64 * 32 * 16)
