@@ -8,7 +8,7 @@
 The launchers themselves are called, on CPU tensors, and what they launch is compiled: same arguments, specialisation
 and binary as on the device. An inner loop is one that computes exponentials; its instructions are counted in SASS and
 divided by the scores of its tile, per lane; the total is that of all kernels of the variant, the gradient of a learned
-bias included.
+bias included. Bytes that a score takes from L2 follow from the tiles.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ import torch
 import tyro
 
 from bench.provenance import write_rows
-from megagraph.attention.step import Gradients, State, Step
+from megagraph.attention.step import DeltaOf, Gradients, State, Step
 from megagraph.kernels.variants import Variant, cover, defaults
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 CHECKED = ("sm_80", "sm_90", "sm_100")
 LEAST_WARPS = 8  # of a multiprocessor, which hides latency by switching between them
+BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
 B, H, CHANNELS, BUCKETS = 2, 8, 4, 32
 REST_COLUMNS = 17  # of the second segment: super nodes, whose number is odd
 
@@ -130,7 +131,8 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     gradients = Gradients(
         d_out=rows(), lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=accumulate
     )
-    return partial(kernels.launch_step_bwd, rows(), rows(), rows(), step, gradients)
+    of = None if accumulate else DeltaOf(out=rows(), d_lse=None)  # a ring makes delta once for all its steps
+    return partial(kernels.launch_step_bwd, rows(), rows(), rows(), step, gradients, of)
 
 
 @contextmanager
@@ -189,11 +191,14 @@ def compile_variant(
     with compiled_launches(arch, only) as launches, fixed_tiles(tiles or {}):
         prepare(variant)()
     kernels = [kernel_row(launch) for launch in launches]
+    for kernel in kernels:
+        if kernel["loops"]:
+            kernel["l2_bytes"] = round(l2_bytes(kernel["kernel"], kernel["tiles"], variant.form, variant.head_dim), 2)
     loops = [loop for kernel in kernels for loop in kernel.pop("loops")]
     return {
         "arch": arch,
         "variant": variant.name,
-        **{name: getattr(variant, name) for name in ("kernel", "form", "head_dim", "path", "learned_grad")},
+        **{name: getattr(variant, name) for name in ("kernel", "form", "head_dim", "path", "learned_grad", "dropout")},
         "unit": "instructions per score and lane",
         "kernels": kernels,
         **{name: max(kernel[name] for kernel in kernels) for name in ("registers", "shared", "stack")},
@@ -240,6 +245,21 @@ def kernel_row(launch: Launch) -> dict[str, Any]:
             }
         )
     return row
+
+
+def l2_bytes(kernel: str, tiles: dict[str, int], form: str, head_dim: int) -> float:
+    """A score in 16 bits: rows of the other operand that a tile reads, its bias, what it writes of parts and planes."""
+    by_keys, narrow = kernel in BY_KEYS, kernel == "one_pass"
+    own, group = tiles["BLOCK_N" if by_keys else "BLOCK_M"], tiles.get("GROUP", 1)
+    result = 2 * 2 * (16 if narrow else head_dim) / own  # two operands; narrow rows are packed
+    if by_keys and not narrow:
+        result += 2 * 4 / own  # lse and delta
+    result += {"none": 0, "dense": 2, "bucket": 1 / group, "projected": 2 * CHANNELS / group}[form]
+    if narrow:
+        result += 4 * head_dim / own  # parts of dq
+    if form == "dense" and kernel in ("one_pass", "query_pass"):
+        result += 2
+    return result
 
 
 def programs_per_sm(arch: int, registers: int, shared: int, warps: int) -> int:
@@ -313,7 +333,8 @@ def _line(row: dict[str, Any]) -> str:
     )
     return (
         f"{row['arch']} {row['variant']:45} {row['registers']:3} registers, {row['spills']:3} spills, "
-        f"{row['shared']:6} B shared, {row['seconds']:4.1f} s: {loops}; {row['total']:.1f} in all"
+        f"{row['shared']:6} B shared, {row['seconds']:4.1f} s: {loops}; {row['total']:.1f} in all; L2 bytes "
+        + ", ".join(f"{kernel['l2_bytes']:.2f}" for kernel in row["kernels"] if "l2_bytes" in kernel)
     )
 
 
@@ -356,7 +377,10 @@ def _holds(entry: dict[str, Any], row: dict[str, Any], max_head_dim: int) -> boo
     same = all(entry[name] == row[name] for name in ("kernel", "form", "path"))
     dims = entry.get("head_dims")
     return (
-        same and row["learned_grad"] and (row["head_dim"] <= max_head_dim if dims is None else row["head_dim"] in dims)
+        same
+        and row["learned_grad"]
+        and not row["dropout"]
+        and (row["head_dim"] <= max_head_dim if dims is None else row["head_dim"] in dims)
     )
 
 

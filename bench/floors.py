@@ -3,22 +3,16 @@
 Work is counted per score element (b, h, i, j), by hand and at its least: every input read once and every output
 written once, matrix products on tiles padded to what the tensor cores take, one exponential per score. The floor is
 that of the busiest unit. Not counted: L2 bandwidth, launches, latency, tails.
-
-Beside it stands what our own kernels need for issuing their instructions, as bench/compile_report.py counted them.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from bench.provenance import RESULTS
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS, Case
-from megagraph.kernels.variants import Variant
 
 SMS, HERTZ = 132, 1.98e9
 
@@ -79,38 +73,6 @@ def _floor(case: Case, backward: bool, rates: Rates) -> Floor:
     seconds["hbm"] = hbm_bytes(case, backward) / rates.hbm
     unit = max(seconds, key=lambda name: seconds[name])
     return Floor(seconds[unit], unit)
-
-
-def issue_slot_seconds(instructions_per_element: float, elements: int, rates: Rates) -> float:
-    """Time to issue the instructions of an inner loop, counted in its SASS per lane and score element."""
-    return instructions_per_element * elements / rates.issue
-
-
-def our_issue_seconds(contender: str, case: Case, direction: str, rates: Rates | None) -> float | None:
-    """:func:`issue_slot_seconds` of all loops of our kernels; None: not ours, or not counted.
-
-    Of tiles without masks and of full size; what overruns the last tile takes more.
-    """
-    if rates is None or not contender.startswith("megagraph_triton"):
-        return None
-    from megagraph.kernels.tiles import short_path  # imports Triton
-
-    short = contender == "megagraph_triton" and short_path(case.M, case.N, case.D)
-    path = "short" if short else "long"
-    kernels = {"forward": ("fwd",), "backward": ("bwd",), "forward_backward": ("fwd", "bwd")}[direction]
-    names = [Variant(kernel, case.form, case.dtype_name, case.D, path=path).name for kernel in kernels]
-    counts = loop_instructions(rates.arch)
-    if not all(name in counts for name in names):
-        return None
-    return issue_slot_seconds(sum(counts[name] for name in names), case.elements, rates)
-
-
-@functools.cache
-def loop_instructions(arch: str) -> dict[str, float]:
-    """Instructions per score and lane of the committed compilation, summed over the loops of each variant."""
-    path = RESULTS / "compile" / f"{arch}.json"
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return {row["variant"]: row["total"] for row in rows}
 
 
 def work(case: Case, backward: bool) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.floors import device_rates, floor, our_issue_seconds
+from bench.floors import device_rates, floor
 from bench.peers import CONTENDERS, Contender, Launch
 from bench.shapes import DEVICE, Case, Inputs, input_sets, make_bias
 from megagraph.attention import reference
@@ -75,7 +75,6 @@ def measure(name: str, case: Case, direction: str, pedantic: Pedantic) -> dict[s
     row = {"contender": name, **case.fields(), "direction": direction, "unit": "s", "refusal": None}
     least = floor(case, direction, device_rates())
     row |= {"floor": least and least.seconds, "floor_unit": least and least.unit}
-    row["issue"] = our_issue_seconds(name, case, direction, device_rates())
     given = problem(case)
     try:
         with warnings.catch_warnings(record=True) as caught:

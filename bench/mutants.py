@@ -189,8 +189,8 @@ DRAWN = (
     Mutant(
         "dropped",
         "kernels/tile.py",
-        "return mix32(keys ^ (cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD",
-        "return mix32(keys ^ ((cols.to(tl.uint32)) + (2654435769))) < x.THRESHOLD",
+        "_fold(cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD",
+        "_fold(cols.to(tl.uint32) + 0x9E3779B9)) < x.THRESHOLD",
     ),
     Mutant(
         "_padding",

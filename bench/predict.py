@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import megagraph as mg
-from bench.compile_report import Launch, compiled_launches, programs_per_sm
+from bench.compile_report import BY_KEYS, Launch, compiled_launches, l2_bytes, programs_per_sm
 from bench.floors import HERTZ, RATES, SMS, Rates, floor, hbm_bytes
 from bench.provenance import RESULTS, write_rows
 from bench.sass import read_cubin
@@ -41,7 +41,6 @@ LIKELY = 0.7  # of the issue slots
 L2 = 5.5e12  # bytes a second, assumed: no figure of the vendor's
 MMA_SYNC = 0.63  # of wgmma's rate (arXiv:2402.13499, section 5.3)
 GAP = 1.5e-6  # seconds from kernel to kernel in one stream, assumed
-_BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
 
 
 def launches(case: Case, backward: bool) -> list[Launch]:
@@ -88,29 +87,12 @@ def launches(case: Case, backward: bool) -> list[Launch]:
 def trips(launch: Launch, case: Case) -> tuple[float, float]:
     """How often a program of the launch runs its loop over whole tiles, and the one over what is left, on average."""
     own, other = launch.sizes["BLOCK_M"], launch.sizes["BLOCK_N"]
-    if launch.kernel not in _BY_KEYS:
+    if launch.kernel not in BY_KEYS:
         return case.N // other, math.ceil(case.N % other / 16)
     own, other = other, own
     whole, tiles = case.M // own, math.ceil(case.M / own)  # a program whose keys are fewer masks all queries
     rest = whole * math.ceil(case.M % other / 16) + (tiles - whole) * math.ceil(case.M / 16)
     return whole * (case.M // other) / tiles, rest / tiles
-
-
-def l2_bytes(launch: Launch, case: Case) -> float:
-    """A score: rows of the other operand that a tile reads, its bias, and what it writes of parts and planes."""
-    sizes, by_keys = launch.sizes, launch.kernel in _BY_KEYS
-    own = sizes["BLOCK_N" if by_keys else "BLOCK_M"]
-    width = 16 if launch.kernel == "one_pass" else case.D  # packed
-    bytes_ = 2 * 2 * width / own  # two operands
-    if by_keys and launch.kernel != "one_pass":
-        bytes_ += 2 * 4 / own  # lse and delta
-    group = sizes.get("GROUP", 1)
-    bytes_ += {"none": 0, "dense": 2, "bucket": 1 / group, "projected": 2 * NUM_CHANNELS / group}[case.form]
-    if launch.kernel == "one_pass":
-        bytes_ += 4 * case.D / own  # parts of dq
-    if case.form == "dense" and launch.kernel in ("one_pass", "query_pass"):
-        bytes_ += 2
-    return bytes_
 
 
 def _touched(launch: Launch) -> tuple:
@@ -155,7 +137,8 @@ def kernel_row(launch: Launch, case: Case, rates: Rates) -> dict[str, Any]:
     for loop, n in runs:
         sync, warp_group = loop.products(warps)
         seconds["tensor"] += n * programs * (sync / MMA_SYNC + warp_group) / rates.tensor
-    seconds["l2"] = l2_bytes(launch, case) * case.elements / L2 if loops else 0.0
+    from_l2 = l2_bytes(launch.kernel, launch.sizes, case.form, case.D) if loops else 0.0
+    seconds["l2"] = from_l2 * case.elements / L2
     seconds["hbm"] = sum(_tensors(_touched(launch)).values()) / rates.hbm
     return {
         "kernel": launch.kernel,
@@ -163,7 +146,7 @@ def kernel_row(launch: Launch, case: Case, rates: Rates) -> dict[str, Any]:
         "programs_per_sm": held,
         "warps_per_sm": min(held, busiest) * warps,
         "waves": programs / (SMS * held),
-        "l2_bytes_a_score": round(l2_bytes(launch, case), 2) if loops else None,
+        "l2_bytes": round(from_l2, 2),
         "seconds": seconds,
     }
 

@@ -14,6 +14,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+PREDICTED = Path(__file__).parent / "results" / "compile" / "predicted.json"
+
 Row = dict[str, Any]
 _CASE = ("B", "H", "M", "N", "D", "form", "dtype", "num_super")
 
@@ -35,7 +37,7 @@ def _backward(rows: list[Row]) -> list[Row]:
     for key, row in both.items():
         if key in forward and row.get("floor") is not None:
             first = forward[key]
-            less = {name: row[name] - first[name] for name in ("median", "floor", "issue") if first.get(name)}
+            less = {name: row[name] - first[name] for name in ("median", "floor") if first.get(name)}
             result.append(row | less | {"direction": "backward"})
     return result
 
@@ -76,9 +78,10 @@ def _shape(row: Row) -> str:
     return f"{row['B']}, {row['H']}, {row['N']}, {row['D']}"
 
 
-def five_shapes(rows: list[Row]) -> str:
-    """The fastest of ours against the floor, against the time to issue its instructions too, and the fastest peer."""
+def five_shapes(rows: list[Row], predicted: Iterable[Row] = ()) -> str:
+    """The fastest of ours against the floor, what was ``predicted`` before it was measured, and the fastest peer."""
     rows = _timed(rows, series="shapes")
+    expected = {(_shape(row), row["form"], row["direction"]): row for row in predicted}
     body = []
     for case, direction in product(dict.fromkeys(map(_case, rows)), ("forward", "backward", "forward_backward")):
         here = sorted(_timed(rows, direction=direction), key=_median)
@@ -87,16 +90,20 @@ def five_shapes(rows: list[Row]) -> str:
         if ours is None:
             continue
         cells = [_shape(ours), ours["form"], _words(direction), _ms(_median(ours)), _words(ours["contender"])]
-        floor, issue = ours.get("floor"), ours.get("issue")
+        floor, guess = ours.get("floor"), expected.get((_shape(ours), ours["form"], direction))
         cells += ["-", "-"] if floor is None else [f"{floor / _median(ours):.0%}", f"{_median(ours) / floor:.2f}"]
-        cells += ["-", "-"] if issue is None else [_ms(issue), f"{_median(ours) / max(floor or 0.0, issue):.2f}"]
+        if guess is None:
+            cells += ["-"] * 4
+        else:
+            cells += [_ms(guess["full"]), _ms(guess["likely"]), guess["binds"]]
+            cells += [f"{_median(ours) / guess['likely']:.2f}"]
         if peer is None:
             cells += ["-"] * 3
         else:
             cells += [_words(peer["contender"]), _ms(_median(peer)), f"{_median(peer) / _median(ours):.2f}"]
         body.append(cells)
-    head = ["B, H, N, D", "bias", "direction", "ours, ms", "which", "of floor", "x floor", "issue, ms", "x either"]
-    head += ["best peer", "ms", "faster"]
+    head = ["B, H, N, D", "bias", "direction", "ours, ms", "which", "of floor", "x floor"]
+    head += ["predicted for an H200, ms", "likely, ms", "binds", "x likely", "best peer", "ms", "faster"]
     return _table(head, body)
 
 
@@ -212,7 +219,8 @@ def main(folder: Path) -> None:
     tables["Kept for backward beyond the inputs, MiB"] = per_contender(rows, "saved_bytes", 2**20, "shapes")
     tables["Peak of forward + backward, MiB"] = per_contender(rows, "peak_bytes", 2**20, "shapes")
     tables["A rank's ring steps"] = ring(rows)
-    tables["Five shapes"] = five_shapes(rows)
+    predicted = json.loads(PREDICTED.read_text(encoding="utf-8"))
+    tables["Five shapes"] = five_shapes(rows, predicted)
     print(origin(rows))
     for title, table in tables.items():
         if table:

@@ -178,8 +178,14 @@ def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
     return tiles.choose(kernel, step.form, q.element_size(), q.shape[3], q.shape[2], _longest(step), arch)
 
 
-def _saved(gradients: Gradients) -> Saved:
-    return Saved(_strided(gradients.d_out), gradients.lse, gradients.delta)
+def _plain(step: Step) -> bool:
+    """Without dropout, padding and mask, which take registers."""
+    return step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
+
+
+def _saved(gradients: Gradients, of: DeltaOf | None = None) -> Saved:
+    made_of = (None, None) if of is None else (_strided(of.out), of.d_lse)
+    return Saved(_strided(gradients.d_out), gradients.lse, gradients.delta, *made_of)
 
 
 @planned
@@ -238,12 +244,12 @@ def _launch_bwd(
     recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of: DeltaOf | None
 ) -> Tensor | None:
     """All but the last sum over partial gradients of a table or a projection, which are returned."""
-    if of is not None:
-        _row_delta(recorder, gradients.d_out, gradients.delta, of)
     d_learned = gradients.d_learned
     own = step.form != "dense" or d_learned is None or d_learned.shape[:2] == q.shape[:2]
     if q.shape[3] <= tiles.NARROW and own:
-        return _narrow_bwd(recorder, step, q, k, v, gradients)
+        return _narrow_bwd(recorder, step, q, k, v, gradients, of)
+    if of is not None:
+        _row_delta(recorder, gradients.d_out, gradients.delta, of)
     rows = (q, k, v, gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
     operands = _operands(recorder, step, _table(recorder, step, q), *rows)
     _key_pass(recorder, operands, step, q, gradients)
@@ -285,6 +291,8 @@ def _learned_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor,
     assert d_learned is not None and learned is not None
     num_learned = d_learned.shape[1]
     blocks = _tiles("learned", step, q)
+    if D > 32 and not _plain(step):
+        blocks = blocks | {"BLOCK_N": 16}
     group = min(blocks["GROUP"], triton.next_power_of_2(H))
     groups, num_tiles = triton.cdiv(H, group), triton.cdiv(M, blocks["BLOCK_M"])
     rows = max(16, triton.next_power_of_2(num_learned if step.form == "bucket" else 2 * num_learned))
@@ -301,12 +309,14 @@ def _learned_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor,
     return partials
 
 
-def _narrow_bwd(recorder: Recorder, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> Tensor | None:
+def _narrow_bwd(
+    recorder: Recorder, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None
+) -> Tensor | None:
     """One pass for heads that share a program; ``gradients`` has a plane of its own for each dense one."""
     B, H, M, D = q.shape
     Nk, form, d_learned, dtype = k.shape[2], step.form, gradients.d_learned, gradients.lse.dtype
-    plain = step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
-    blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, _longest(step), plain, tiles.architecture())
+    arch = tiles.architecture()
+    blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, _longest(step), _plain(step), arch)
     group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
     heads = tiles.padded_heads(H, q.element_size(), D)
     key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)
@@ -321,7 +331,8 @@ def _narrow_bwd(recorder: Recorder, step: Step, q: Tensor, k: Tensor, v: Tensor,
     learned = step.learned
     if form == "bucket" and learned is not None:
         learned = _padded(recorder, q, learned, heads, base_2=q.element_size() == 2)
-    operands = _operands(recorder, step, learned, q, k, v, gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
+    others = (gradients.d_out, gradients.dq, gradients.dk, gradients.dv, None if of is None else of.out)
+    operands = _operands(recorder, step, learned, q, k, v, *others)
     block_r, grad, partials = 16, None, None
     if d_learned is not None and form == "dense":
         grad = _strided(d_learned)
@@ -357,7 +368,7 @@ def _narrow_bwd(recorder: Recorder, step: Step, q: Tensor, k: Tensor, v: Tensor,
         tiles=at_once,
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
-    saved = _saved(gradients)
+    saved = _saved(gradients, of)
     if packed:
         block = 16 * group  # divides the rows of all heads
         query_programs = B * query_rows * heads // block

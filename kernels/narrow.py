@@ -108,6 +108,15 @@ def _copy_split(x, n, source, target, place, exists, value):
 
 
 @triton.jit
+def _delta(saved, product, stat, exists):
+    """delta of some rows, from d_out times out [..., LOW_D]."""
+    delta = tl.sum(product, axis=len(product.shape) - 1)
+    if saved.d_lse is not None:
+        delta -= tl.load(saved.d_lse + stat, mask=exists, other=0.0)
+    return delta
+
+
+@triton.jit
 def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
     """Grid (query_programs + those of keys); a program packs BLOCK rows, the heads of a row one after another."""
     pid = tl.program_id(0).to(tl.int64)
@@ -118,8 +127,20 @@ def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
         stat = (b * x.H + h) * x.M + row
         lse = tl.load(saved.lse + stat, mask=exists, other=1e8)  # of a row that does not exist: p = 0
         lse = tl.where(lse == -float("inf"), 0.0, lse)  # no key is valid: s = -inf, whatever stands here
-        delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
+        if saved.out is None:
+            delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
+        else:
+            offs_d = tl.arange(0, n.LOW_D)[None, :]
+            product = tl.full([BLOCK, n.LOW_D], 1.0, x.ACC_DTYPE)
+            for t in tl.static_range(2):
+                rows = saved.d_out if t == 0 else saved.out
+                ptrs = rows.ptr + (b * rows.strides[0] + h * rows.strides[1] + row * rows.strides[2])[:, None]
+                in_rows = exists[:, None] & (offs_d < x.D)
+                product *= tl.load(ptrs + offs_d * rows.strides[3], mask=in_rows, other=0.0).to(x.ACC_DTYPE)
+            delta = _delta(saved, product, stat, exists)
         if x.THRESHOLD > 0:  # dp is scaled and dropped before delta is subtracted
+            if saved.out is not None:
+                tl.store(saved.delta + stat, delta, mask=exists)
             delta = delta * 0
         _copy_split(x, n, x.q, n.q, (b, h, row), exists, lse * (-1.0 / x.scale))
         _copy_split(x, n, saved.d_out, n.d_out, (b, h, row), exists, -delta)
@@ -273,7 +294,12 @@ def _pass_tile(
         p_kept = tl.where(drop, 0.0, p)
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
     if x.THRESHOLD > 0 or not n.PACKED:
-        dp -= tl.load(saved.delta + stat, mask=exists, other=0.0)[:, None, :]
+        if n.PACKED or saved.out is None:
+            delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
+        else:
+            out = _load_rows(x, n, saved.out, n.query_rows, b, own, row, own_m, n.LOW_D)
+            delta = _delta(saved, out.to(x.ACC_DTYPE) * do_low.to(x.ACC_DTYPE), stat, exists)
+        dp -= delta[:, None, :]
     ds = p * dp
     dv = add_dot(sums.dv, p_kept, do_low)
     dk = add_dot(sums.dk, ds, q_low)

@@ -88,6 +88,9 @@ class Saved(NamedTuple):
     d_out: Strided  # [B, H, M, D]
     lse: Tensor  # [B, H, M], contiguous
     delta: Tensor  # [B, H, M], contiguous
+    # narrow heads: what delta is made of, if it is not made yet
+    out: Strided | None = None  # [B, H, M, D]
+    d_lse: Tensor | None = None  # [B, H, M], contiguous
 
 
 class Queries(NamedTuple):
@@ -245,11 +248,23 @@ def find_keys(x, tile, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def mix32(x):
-    """MurmurHash3's 32-bit finaliser on uint32."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
+def _fold(x):
+    """First step of MurmurHash3's 32-bit finaliser, on uint32: _fold(x ^ y) = _fold(x) ^ _fold(y)."""
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _mix_folded(x):
+    """What follows it."""
+    x *= 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
+
+
+@triton.jit
+def mix32(x):
+    """MurmurHash3's 32-bit finaliser on uint32."""
+    return _mix_folded(_fold(x))
 
 
 @triton.jit
@@ -268,8 +283,9 @@ def row_keys(x, b, h, rows):
 
 @triton.jit
 def dropped(x, keys, cols):
-    """True = dropped; the row keys and columns broadcast to the tile."""
-    return mix32(keys ^ (cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD
+    """True = dropped: mix32(row key ^ column * constant); row keys and columns broadcast to the tile, and are folded
+    before they do."""
+    return _mix_folded(_fold(keys) ^ _fold(cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD
 
 
 @triton.jit

@@ -56,13 +56,14 @@ FACTORS: dict[str, tuple] = {
 
 def defaults() -> list[Variant]:
     """What training runs, at the head dims of the benchmarks; a frozen projection stands before the learned one, whose
-    gradient is what comes on top."""
+    gradient is what comes on top, and dropout of attention, which costs a hash a score, after both."""
     variants = [Variant("hidden_dropout", "none", dropout=True)]
     for D in (4, 8, 32, 64):
         variants += [Variant("bwd", "projected", head_dim=D, learned_grad=False)]
         for path in ("long", "short") if D <= 16 else ("long",):
             variants += [Variant(kernel, form, head_dim=D, path=path) for form in FORMS for kernel in ("fwd", "bwd")]
-    return variants
+    compact = itertools.product(("fwd", "bwd"), ("bucket", "projected"), (8, 64))
+    return variants + [Variant(kernel, form, head_dim=D, dropout=True) for kernel, form, D in compact]
 
 
 def cover() -> list[Variant]:

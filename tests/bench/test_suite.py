@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compile_report, floors, measure, tables, tune
-from bench.floors import RATES, floor, issue_slot_seconds, our_issue_seconds
+from bench import compile_report, measure, tables, tune
+from bench.floors import RATES, floor
 from bench.mutants import MUTANTS
 from bench.peers import CONTENDERS, Contender, _torch, eager
 from bench.shapes import Case, square
@@ -86,12 +86,6 @@ def test_no_floor_without_rates_or_for_single_precision():
     assert floor(Case(1, 1, 16, 16, 8, "none", torch.float32), "forward", H200) is None
 
 
-def test_issue_slots():
-    """8 instructions per element take as long as one exponential: 128 lanes against 16 results a clock."""
-    elements = 8 * 8192**2
-    assert issue_slot_seconds(8.0, elements, H200) == pytest.approx(elements / H200.exp)
-
-
 def compiled(variant: str, total: float, spills: int = 0, programs: int = 2) -> dict:
     """A row of the compile report; a masked tile is there to be left out, or its spills to be found."""
     kernel, form, _, head_dim, _, *flags = variant.split("-")
@@ -101,33 +95,9 @@ def compiled(variant: str, total: float, spills: int = 0, programs: int = 2) -> 
     ]
     row = {"arch": "sm_90", "variant": variant, "kernel": kernel, "form": form, "head_dim": int(head_dim[1:])}
     row |= {"path": "short" if "short" in flags else "long", "learned_grad": "frozen" not in flags, "shared": 0}
+    row["dropout"] = "dropout" in flags
     kernels = [{"kernel": "step", "programs_per_sm": programs, "warps_per_sm": 4 * programs}]
     return row | {"kernels": kernels, "loops": loops, "total": compile_report.total(loops)}
-
-
-def test_issue_seconds_are_those_of_the_committed_counts(tmp_path, monkeypatch):
-    pytest.importorskip("triton", reason="triton has wheels for Linux only")
-    rows = [
-        compiled("fwd-bucket-bfloat16-D64-only", 13.0),
-        compiled("fwd-bucket-bfloat16-D8-only-short", 18.0),
-        compiled("bwd-bucket-bfloat16-D64-only", 52.0),
-    ]
-    (tmp_path / "compile").mkdir()
-    (tmp_path / "compile" / "sm_90.json").write_text(json.dumps(rows))
-    monkeypatch.setattr(floors, "RESULTS", tmp_path)
-    floors.loop_instructions.cache_clear()
-    case, auto = Case(1, 8, 512, 512, 64, "bucket", torch.bfloat16), "megagraph_triton"
-    for direction, count in (("forward", 13.0), ("backward", 52.0), ("forward_backward", 65.0)):
-        for contender in (auto, "megagraph_triton_long"):
-            seconds = our_issue_seconds(contender, case, direction, H200)
-            assert seconds == pytest.approx(count * case.elements / H200.issue)
-    short = Case(2, 8, 32, 32, 8, "bucket", torch.bfloat16)
-    seconds = our_issue_seconds(auto, short, "forward", H200)
-    assert seconds == pytest.approx(18.0 * short.elements / H200.issue)
-    for contender in ("eager", "megagraph_blocked"):
-        assert our_issue_seconds(contender, case, "forward", H200) is None
-    assert our_issue_seconds(auto, case, "forward", None) is None
-    floors.loop_instructions.cache_clear()
 
 
 def test_budget_of_instructions(tmp_path, monkeypatch):
@@ -205,16 +175,18 @@ def test_tiles_are_chosen_by_instructions_or_by_time(monkeypatch):
     assert tiles == {"BLOCK_M": 32} and why == "5.2 us, next best 7.0 us, on NVIDIA H200"
 
 
-def test_floor_and_fraction_reach_the_table():
+def test_floor_and_prediction_reach_the_table():
     row = {"series": "shapes", "contender": "megagraph_triton", "device": "NVIDIA H200", "median": 2e-3, "floor": 1e-3}
     row |= {name: 8 for name in "BHMND"} | {"form": "dense", "dtype": "bfloat16", "direction": "forward"}
     peer = row | {"contender": "eager", "median": 6e-3}
-    assert "| 2 | megagraph triton | 50% | 2.00 | - | - | eager | 6 | 3.00 |" in tables.five_shapes([row, peer])
-    both = row | {"direction": "forward_backward", "median": 7e-3, "floor": 3e-3, "issue": 5e-3}
-    rows = [row | {"issue": 1.6e-3}, both]
-    table = tables.five_shapes(rows + tables._backward(rows))
-    assert "| 2 | megagraph triton | 50% | 2.00 | 1.6 | 1.25 |" in table
-    assert "| backward | 5 | megagraph triton | 40% | 2.50 | 3.4 | 1.47 |" in table
+    assert "| 2 | megagraph triton | 50% | 2.00 | - | - | - | - | eager | 6 | 3.00 |" in tables.five_shapes([row, peer])
+    predicted = {name: 8 for name in "BHND"} | {"form": "dense", "direction": "forward"}
+    predicted |= {"full": 1.2e-3, "likely": 1.6e-3, "binds": "fwd: l1"}
+    rows = [row, row | {"direction": "forward_backward", "median": 7e-3, "floor": 3e-3}]
+    backward = predicted | {"direction": "backward", "full": 2.1e-3, "likely": 2.5e-3, "binds": "bwd: hbm"}
+    table = tables.five_shapes(rows + tables._backward(rows), [predicted, backward])
+    assert "| 2 | megagraph triton | 50% | 2.00 | 1.2 | 1.6 | fwd: l1 | 1.25 |" in table
+    assert "| backward | 5 | megagraph triton | 40% | 2.50 | 2.1 | 2.5 | bwd: hbm | 2.00 |" in table
 
 
 def wrong(form, q, k, v, data, *learned):

@@ -15,17 +15,28 @@ _16, _13 = np.uint32(16), np.uint32(13)
 
 
 @jit()
-def mix32(h):
-    """``dropout.mix32`` of eight words."""
-    h = (h ^ (h >> splat(_16))) * splat(_MUL_1)
+def _fold(h):
+    return h ^ (h >> splat(_16))
+
+
+@jit()
+def _mix_folded(h):
+    h = h * splat(_MUL_1)
     h = (h ^ (h >> splat(_13))) * splat(_MUL_2)
     return h ^ (h >> splat(_16))
 
 
 @jit()
+def mix32(h):
+    """``dropout.mix32`` of eight words."""
+    return _mix_folded(_fold(h))
+
+
+@jit()
 def pair_hash(row_key, column):
     """Of eight rows and columns; a pair is dropped where it is below the threshold."""
-    return mix32(row_key ^ (column * splat(_GOLDEN)))
+    # the fold of a sum without carries is that of its parts, of which one stays while the other runs
+    return _mix_folded(_fold(row_key) ^ _fold(column * splat(_GOLDEN)))
 
 
 @jit()
