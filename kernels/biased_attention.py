@@ -374,6 +374,7 @@ def _narrow_bwd(
         query_programs = B * query_rows * heads // block
         programs = query_programs + B * key_rows * heads // block
         recorder.launch(narrow_kernels.pack_rows, programs, operands, narrow, saved, query_programs, block)
+        saved = _saved(gradients)
     for first in range(0, key_tiles, at_once):
         now = min(at_once, key_tiles - first)
         part = narrow._replace(first_tile=first, tiles=now)

@@ -365,7 +365,9 @@ def one_pass(
                 bucket = _buckets(x, b, row, near_m, keys, near_n)
                 ahead = bucket
             else:
-                ahead = _buckets(x, b, tl.minimum(row + BLOCK_M, whole - BLOCK_M), offs_m, keys, offs_n)
+                # compared in 32 bits: half of the instructions
+                following = tl.minimum(tl.cast(row + BLOCK_M, tl.int32), tl.cast(whole - BLOCK_M, tl.int32))
+                ahead = _buckets(x, b, tl.cast(following, tl.int64), offs_m, keys, offs_n)
             queries = Queries(b, heads, row, near_m, offs_m < x.M - row, None)
             sums = _pass_tile(x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, WARPS, MASKED)
             bucket = ahead

@@ -76,6 +76,15 @@ def test_fp32_is_as_good_as_eager(form, impl):
     assert_matches(run(problem, impl), problem)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [EXACT, torch.float32 if DEVICE == "cpu" else torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_for_long_sequences_with_narrow_heads(form, dtype, dropout_p):
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    problem = make_problem(form, Shape(33, 50, 5, H=3), dtype=dtype, dropout_p=dropout_p)
+    assert_matches(run(problem, "triton_long"), problem)
+
+
 @of_a_cpu
 @pytest.mark.parametrize("D", [3, 24, 64])
 @pytest.mark.parametrize("form", FORMS)
