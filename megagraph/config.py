@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megagraph import files
-from megagraph.data.options import BatchOptions
+from megagraph.data.options import BatchOptions, Scope
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan, ScheduleName
 
@@ -80,6 +80,10 @@ class TrainConfig:
     """projected: adjacency powers; bucket: hop distances; auto: bucket for cluster batches and graphormer."""
     channels: int = BatchOptions.channels
     """Adjacency powers of a projected bias."""
+    power_scope: Scope = BatchOptions.power_scope
+    """graph: powers of the whole graph's adjacency; batch: of each sequence's own nodes; auto: graph, if they fit."""
+    power_gib: float = BatchOptions.power_gib
+    """GiB that the powers of the whole graph may take in every process."""
     max_distance: int = BatchOptions.max_distance
     """Hop distances that a bucket bias tells apart."""
     max_degree: int = ModelConfig.max_degree

@@ -18,6 +18,7 @@ from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.graph import Graph
+from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import (
     as_graph,
@@ -68,6 +69,7 @@ class Summary:
     measured_step_seconds: float  # median
     predicted_step_seconds: float | None = None  # by --plan auto
     predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
+    power_scope: str | None = None  # of the adjacency powers of a projected bias
 
 
 class Trainer:
@@ -184,6 +186,8 @@ class Trainer:
             )
             if isinstance(builder, ClusterBatches):
                 print(builder.quality, file=sys.stderr)
+            if isinstance(builder.structure, BiasChannels):
+                print(builder.structure.powers, file=sys.stderr)
 
         epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
         epochs.run_all(state)
@@ -202,6 +206,7 @@ class Trainer:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,
             predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
+            power_scope=builder.structure.powers.scope if isinstance(builder.structure, BiasChannels) else None,
         )
         run.write_summary(asdict(summary))
         return summary

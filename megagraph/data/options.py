@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 SEQUENCE_ALIGNMENT = 128
 _CLUSTER_SUPER_NODES = 64
+
+Scope = Literal["auto", "graph", "batch"]
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: TrainConfig has these defaults from the class
@@ -20,6 +22,7 @@ class BatchOptions:
         batching: ``"ego"`` (``EgoBatches``) or ``"cluster"`` (``ClusterBatches``).
         bias: ``"projected"`` (``BiasChannels``) or ``"bucket"`` (``DistanceBuckets``).
         channels, channel_dtype: of a projected bias: powers of the adjacency, and the dtype they come in.
+        power_scope, power_gib: whose powers, and what they may take [GiB] (``AdjacencyPowers``).
         max_distance: of a bucket bias: largest distance with a bucket of its own.
         global_tokens: G, at the end of every sequence.
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
@@ -34,6 +37,8 @@ class BatchOptions:
     batching: Literal["ego", "cluster"] = "ego"
     bias: Literal["projected", "bucket"] = "projected"
     channels: int = 6
+    power_scope: Scope = "auto"
+    power_gib: float = 4.0
     channel_dtype: torch.dtype = torch.float32
     max_distance: int = 5
     global_tokens: int = 1
@@ -44,9 +49,12 @@ class BatchOptions:
     super_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("batching", ("ego", "cluster")), ("bias", ("projected", "bucket"))):
+        words = {"batching": ("ego", "cluster"), "bias": ("projected", "bucket"), "power_scope": get_args(Scope)}
+        for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
+        if not 0.0 < self.power_gib < math.inf:
+            raise ValueError(f"power_gib must be above 0, got {self.power_gib}")
         names = ("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes")
         for low, name in (*((1, name) for name in names), (0, "global_tokens")):
             if not low <= getattr(self, name) < math.inf:

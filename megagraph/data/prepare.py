@@ -9,7 +9,7 @@ from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.sample import Pagerank
-from megagraph.data.structure import BiasChannels, DistanceBuckets, Scope
+from megagraph.data.structure import BiasChannels, DistanceBuckets
 
 _CLUSTER_NODES = 300  # and fewer in short sequences: some eight make one
 _COARSE_EDGES = 32  # of a super node of cluster batches
@@ -19,20 +19,18 @@ def prepare(
     graph: Graph,
     options: BatchOptions,
     *,
-    scope: Scope = "auto",
     cluster_size: int | None = None,
     together: float = 0.5,
 ) -> Builder:
     """Super nodes, neighbours or clusters, and the tables of the bias.
 
     Args:
-        scope: of the powers of the adjacency (``AdjacencyPowers``).
         cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
         together: how clusters are packed (``ClusterBatches``).
     """
     if options.batching == "ego":
         coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * options.super_ratio))))
-        structure = _structure(graph, coarsening, options, scope)
+        structure = _structure(graph, coarsening, options)
         # samples of one target differ only if there are clearly more candidates than are drawn
         pagerank = Pagerank(graph, max_candidates=max(128, 4 * options.sample_nodes))
         return EgoBatches(graph, coarsening, structure, pagerank, options)
@@ -44,13 +42,11 @@ def prepare(
     edges = quotient(graph, clusters)
     supers, between = merge(clusters, edges, options.num_super - options.global_tokens)
     coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
-    structure = _structure(graph, coarsening, options, scope)
+    structure = _structure(graph, coarsening, options)
     return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
 
 
-def _structure(
-    graph: Graph, coarsening: Coarsening, options: BatchOptions, scope: Scope
-) -> BiasChannels | DistanceBuckets:
+def _structure(graph: Graph, coarsening: Coarsening, options: BatchOptions) -> BiasChannels | DistanceBuckets:
     if options.bias == "bucket":
         return DistanceBuckets(
             graph, coarsening, max_distance=options.max_distance, global_tokens=options.global_tokens
@@ -60,7 +56,8 @@ def _structure(
         coarsening,
         num_powers=options.channels,
         global_tokens=options.global_tokens,
-        scope=scope,
+        scope=options.power_scope,
+        most_bytes=options.power_gib * 2**30,
         own_super=options.batching == "cluster",
         dtype=options.channel_dtype,
     )

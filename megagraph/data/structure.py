@@ -7,8 +7,6 @@ matrices are symmetric, so the rows that a rank holds (S of N, see ``NodeLayout`
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -16,15 +14,15 @@ import torch
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
+from megagraph.data.options import BatchOptions, Scope
 from megagraph.threads import in_threads
 
-Scope = Literal["auto", "graph", "batch"]
-
 PADDING = 255  # the bucket that masks a pair
-MAX_POWER_ENTRIES = 2**24  # of A~^C under scope "graph": 16 Mi entries take 448 MiB with 6 powers
 MAX_HOP_TABLE_NODES = 2**15  # 1 GiB of uint8
 MAX_CHANNEL_BYTES = 2**32  # of one rank's share of a batch
 _PAIRS_PER_THREAD = 2**14
+_ENTRIES_PER_THREAD = 2**16
+_PROBES = 64  # nodes
 _ALIGNED_COLUMNS = 16  # rows of the result begin at multiples of it: a GPU then reads 16 bytes at a time
 
 
@@ -52,32 +50,45 @@ class InducedSubgraph:
 class AdjacencyPowers:
     """A~^1 .. A~^C for the pairs of a sequence.
 
-    Scope "graph" looks them up in powers of the whole graph's A~ (ANS-GT), "batch" takes the powers of the part
-    of A~ among the sequence's own nodes: walks that leave the sequence do not count, and A~ is never formed.
-    "auto" is "graph" as long as A~^C has at most MAX_POWER_ENTRIES entries.
+    Scope "graph" takes them from powers of the whole graph's A~ (ANS-GT). Half of them are kept: A~ is symmetric, so
+    A~^(a + b)[i, j] = <A~^a e_i, A~^b e_j>, exact, and A~^3 has a fraction of the entries of A~^6. "batch" takes the
+    powers of the part of A~ among the sequence's own nodes: walks that leave the sequence do not count, and A~ is never
+    formed. "auto" is "graph" as long as what is kept fits into ``most_bytes``.
 
     Args:
         adjacency: the graph, or A~ itself: symmetric, with a full diagonal, rows ascending.
+        most_bytes: of a kept entry 4, and 4 for every power.
+
+    Raises:
+        ValueError: no such power or scope, or scope "graph" would take more than ``most_bytes``.
     """
 
-    def __init__(self, adjacency: Graph | sp.csr_array, num_powers: int, scope: Scope = "auto") -> None:
+    def __init__(
+        self,
+        adjacency: Graph | sp.csr_array,
+        num_powers: int,
+        scope: Scope = "auto",
+        most_bytes: float = BatchOptions.power_gib * 2**30,
+    ) -> None:
         if num_powers < 1:
             raise ValueError(f"expected at least one power of the adjacency, got {num_powers}")
         if scope not in ("auto", "graph", "batch"):
             raise ValueError(f"expected scope 'auto', 'graph' or 'batch', got {scope!r}")
-        entries = 0.0 if scope == "batch" else estimate_power_entries(adjacency, num_powers)
-        if scope == "graph" and entries > MAX_POWER_ENTRIES:
+        self.num_powers = num_powers
+        self._kept = -(-num_powers // 2)
+        self.bytes = 0.0 if scope == "batch" else _kept_bytes(adjacency, self._kept, most_bytes)
+        if scope == "graph" and self.bytes > most_bytes:
             raise ValueError(
-                f"expected at most {MAX_POWER_ENTRIES:,} entries of power {num_powers} for scope 'graph', got about "
-                f"{entries:,.0f} ({entries * 4 * (num_powers + 1) / 2**30:.1f} GiB); take scope 'batch', or fewer"
+                f"expected powers of the adjacency that fit into {most_bytes / 2**30:g} GiB, got 1 to {self._kept}, "
+                f"which take {self.bytes / 2**30:.1f} GiB for {num_powers} channels; raise --power-gib, take "
+                "--power-scope batch, or fewer --channels"
             )
         if scope == "auto":
-            scope = "graph" if entries <= MAX_POWER_ENTRIES else "batch"
+            scope = "graph" if self.bytes <= most_bytes else "batch"
         self.scope = scope
-        self.num_powers = num_powers
         if scope == "graph":
             matrix = normalized_adjacency(adjacency.adjacency) if isinstance(adjacency, Graph) else adjacency
-            self._table = _power_table(matrix, num_powers)
+            self._table = _power_table(matrix, self._kept)
             return
         self._induced = InducedSubgraph(adjacency.indptr, adjacency.indices)
         self._values = self._scale = None
@@ -92,18 +103,21 @@ class AdjacencyPowers:
         A node may occur twice in a sequence (two nodes of one super node), and then counts once.
         """
         num_sequences, m = nodes.shape
-        powers = np.empty((num_sequences, self.num_powers, len(rows), m), np.float32)
         if self.scope == "graph":
             from megagraph.data import traversal
 
             nodes = np.ascontiguousarray(nodes, np.int64)
-            of_rows = nodes[:, rows.start : rows.stop]
+            powers = np.zeros((num_sequences, self.num_powers, len(rows), m), np.float32)
+            starts, columns, values = self._table
 
             def run(_: int, first: int, last: int) -> None:
-                traversal.look_up(*self._table, of_rows[first:last], nodes[first:last], powers[first:last])
+                near = np.zeros(len(starts) - 1, np.float32)
+                own = nodes[first:last], rows.start, rows.stop
+                traversal.pair_powers(starts, columns, values, *own, near, powers[first:last])
 
             in_threads(run, np.full(num_sequences, len(rows) * m), _PAIRS_PER_THREAD)
             return powers
+        powers = np.empty((num_sequences, self.num_powers, len(rows), m), np.float32)
         first = _first_occurrence(nodes)
         blocks, loops = self._within(np.where(first == np.arange(m), nodes, -1))
         slot = np.arange(num_sequences)[:, None] * m + first
@@ -114,6 +128,13 @@ class AdjacencyPowers:
             power = blocks @ power + loops * power
             powers[:, channel] = power[slot].swapaxes(1, 2)
         return powers
+
+    def __str__(self) -> str:
+        gib = f"{self.bytes / 2**30:.2f} GiB"
+        if self.scope == "graph":
+            return f"bias from powers 1 to {self.num_powers} of the graph's adjacency, {gib}"
+        why = f": the graph's would take {gib}, see --power-gib" if self.bytes else ""
+        return f"bias from powers 1 to {self.num_powers} of the adjacency within each sequence{why}"
 
     def _within(self, nodes: np.ndarray) -> tuple[sp.csr_array, np.ndarray]:
         """A~ among the nodes [B, m] of each sequence: [B * m, B * m], and what else is on its diagonal, [B * m, 1]."""
@@ -130,28 +151,38 @@ class AdjacencyPowers:
 
 
 def _power_table(matrix: sp.csr_array, num_powers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row starts [V + 1] and columns of the entries of power C, and the values of all powers there, float32 [_, C]."""
+    """Row starts [V + 1, h], columns and values [h, entries] of powers 1..h, as ``traversal.powers`` has them."""
     from megagraph.data import traversal
 
     arrays = csr_arrays(matrix.indptr, matrix.indices)
-    counts = traversal.reach(np.arange(matrix.shape[0]), *arrays, num_powers)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    columns = np.empty(starts[-1], np.int32)
-    values = np.empty((len(columns), num_powers), np.float32)
-    traversal.powers(*arrays, matrix.data, starts, columns, values)
+    num_nodes = matrix.shape[0]
+    counts = traversal.reach(np.arange(num_nodes), *arrays, num_powers)
+    starts = np.zeros((num_nodes + 1, num_powers), np.int64)
+    starts[1:, 0] = counts.cumsum()
+    columns = np.empty(starts[-1, 0], np.int32)
+    values = np.empty((num_powers, len(columns)), np.float32)
+
+    def run(_: int, first: int, last: int) -> None:
+        traversal.powers(*arrays, matrix.data, first, last, starts, columns, values)
+
+    in_threads(run, counts, _ENTRIES_PER_THREAD)
     return starts, columns, values
 
 
-def estimate_power_entries(adjacency: Graph | sp.csr_array, num_powers: int, num_probes: int = 64) -> float:
-    """Entries of A~^C, from the reach of some nodes; those of A where these are above MAX_POWER_ENTRIES already."""
+def _kept_bytes(adjacency: Graph | sp.csr_array, num_powers: int, most_bytes: float) -> float:
+    """Of powers 1..h in the pattern of A~^h: by all its entries, unless an estimate is far above ``most_bytes``."""
     from megagraph.data import traversal
 
+    of_entry = 4 * (1 + num_powers)
     num_nodes = len(adjacency.indptr) - 1
-    if len(adjacency.indices) > MAX_POWER_ENTRIES:
-        return float(len(adjacency.indices))
-    probes = np.random.default_rng(0).choice(num_nodes, min(num_probes, num_nodes), replace=False)
+    if (least := of_entry * len(adjacency.indices)) > most_bytes:
+        return float(least)
     arrays = csr_arrays(adjacency.indptr, adjacency.indices)
-    return float(traversal.reach(probes, *arrays, num_powers).mean()) * num_nodes
+    some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
+    estimate = of_entry * num_nodes * float(traversal.reach(some, *arrays, num_powers).mean())
+    if estimate > 4 * most_bytes:
+        return estimate
+    return of_entry * float(traversal.reach(np.arange(num_nodes), *arrays, num_powers).sum())
 
 
 def _first_occurrence(nodes: np.ndarray) -> np.ndarray:
@@ -211,6 +242,7 @@ class BiasChannels:
         num_powers: int,
         global_tokens: int,
         scope: Scope = "auto",
+        most_bytes: float = BatchOptions.power_gib * 2**30,
         own_super: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -218,8 +250,8 @@ class BiasChannels:
         self.global_tokens = global_tokens
         self.own_super = own_super
         self.size = num_powers + global_tokens + own_super  # channels
-        self.powers = AdjacencyPowers(graph, num_powers, scope)
-        self.coarse_powers = AdjacencyPowers(coarsening.adjacency, num_powers, scope)
+        self.powers = AdjacencyPowers(graph, num_powers, scope, most_bytes)
+        self.coarse_powers = AdjacencyPowers(coarsening.adjacency, num_powers, scope, most_bytes)
         self._super_of = np.append(coarsening.membership, -1)  # padding (-1) stays padding
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:

@@ -17,8 +17,8 @@ from megagraph.data.prepare import prepare
 from tests.data.graphs import make_graph
 
 
-def prepared(graph, *, scope="auto", cluster_size=None, together=0.5, **options):
-    return prepare(graph, BatchOptions(**options), scope=scope, cluster_size=cluster_size, together=together)
+def prepared(graph, *, cluster_size=None, together=0.5, **options):
+    return prepare(graph, BatchOptions(**options), cluster_size=cluster_size, together=together)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def odd_options(request):
 
 @pytest.fixture(
     scope="module",
-    params=[{"scope": "graph"}, {"scope": "batch"}, {"bias": "bucket", "max_distance": 3}],
+    params=[{"power_scope": "graph"}, {"power_scope": "batch"}, {"bias": "bucket", "max_distance": 3}],
     ids=["graph", "batch", "bucket"],
 )
 def odd(request, odd_options):

@@ -205,7 +205,7 @@ def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monk
     form, *nodes = long_sequence
     layout = layouts_of(*nodes, 16)[3]
     pairs, sources = [], []
-    look_up, search = traversal.look_up, structure.hop_distances
+    look_up, search = traversal.pair_powers, structure.hop_distances
 
     def counted_look_up(*arguments):
         pairs.append(arguments[-1].shape[2:])
@@ -215,7 +215,7 @@ def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monk
         sources.extend(from_nodes)
         return search(starts, columns, max_distance, from_nodes, out)
 
-    monkeypatch.setattr(traversal, "look_up", counted_look_up)
+    monkeypatch.setattr(traversal, "pair_powers", counted_look_up)
     monkeypatch.setattr(structure, "hop_distances", counted_search)
     form.build(*nodes, layout)
     if isinstance(form, DistanceBuckets):
@@ -224,22 +224,38 @@ def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monk
         assert pairs == ([(128, 2048), (8, 2048 + 8)] if form.powers.scope == "graph" else [])
 
 
-def test_auto_scope_follows_the_size_of_the_powers(monkeypatch):
+def test_auto_scope_follows_the_size_of_what_is_kept():
     graph = synthetic_graph(num_nodes=500, seed=0)
     normalized = normalized_adjacency(graph.adjacency)
-    entries = (normalized @ normalized @ normalized).nnz
+    kept = (normalized @ normalized).nnz * 4 * 3  # of three powers two, with their columns
     for adjacency in (graph, normalized):
-        with monkeypatch.context() as patch:
-            assert structure.estimate_power_entries(adjacency, 3) == pytest.approx(entries, rel=0.3)
-            assert AdjacencyPowers(adjacency, 3).scope == "graph"
-            patch.setattr(structure, "MAX_POWER_ENTRIES", entries // 2)
-            assert AdjacencyPowers(adjacency, 3).scope == "batch"
-            with pytest.raises(
-                ValueError, match=r"entries of power 3 for scope 'graph', got about .* GiB\); take scope"
-            ):
-                AdjacencyPowers(adjacency, 3, "graph")
-            patch.setattr(structure, "MAX_POWER_ENTRIES", 10)
-            assert AdjacencyPowers(adjacency, 3).scope == "batch"
+        powers = AdjacencyPowers(adjacency, 3, "auto", kept)
+        assert (powers.scope, powers.bytes) == ("graph", kept)
+        assert str(powers) == "bias from powers 1 to 3 of the graph's adjacency, 0.00 GiB"
+        for most in (kept - 1, kept // 5, 10):  # counted, estimated, less than the graph itself
+            powers = AdjacencyPowers(adjacency, 3, "auto", most)
+            assert powers.scope == "batch" and most < powers.bytes <= 1.5 * kept
+            assert str(powers).endswith("within each sequence: the graph's would take 0.00 GiB, see --power-gib")
+        with pytest.raises(ValueError, match=r"GiB, got 1 to 2, which take .* GiB for 3 channels; raise --power-gib"):
+            AdjacencyPowers(adjacency, 3, "graph", kept - 1)
+
+
+@pytest.mark.parametrize("num_powers", [1, 2, 5, 6, 7])
+def test_powers_of_a_graph_are_exact(num_powers):
+    graph = synthetic_graph(num_nodes=300, average_degree=3, seed=1)  # some nodes have no edge
+    assert (np.diff(graph.indptr) == 0).any()
+    dense = normalized_adjacency(graph.adjacency).toarray().astype(np.float64)
+    rng = np.random.default_rng(num_powers)
+    nodes = rng.integers(0, 300, (5, 40))
+    nodes[:, 3:6], nodes[:, 30] = nodes[:, 20:23], nodes[:, 20]  # in several places
+    nodes[rng.random(nodes.shape) < 0.1] = -1
+    got = AdjacencyPowers(graph, num_powers, "graph")(nodes, range(7, 33))
+    power = np.eye(300)
+    for channel in range(num_powers):
+        power = power @ dense
+        want = power[nodes[:, 7:33, None], nodes[:, None]]
+        want[(nodes[:, 7:33, None] < 0) | (nodes[:, None] < 0)] = 0
+        np.testing.assert_allclose(got[:, channel], want, atol=1e-6)
 
 
 def test_threads_share_the_sequences_of_a_batch(monkeypatch):
