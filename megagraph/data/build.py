@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,20 +73,25 @@ class Builder(ABC):
         """Nodes and super nodes."""
         return self.graph.num_nodes + self.coarsening.num_parts
 
-    def _batch(self, regular: np.ndarray, supers: np.ndarray, labels: np.ndarray, share: Share) -> Batch:
-        """The share of regular nodes [B, N'] (-1 = padding), super nodes [B, N_s - G] and labels [B, T]."""
+    def _batch(
+        self, regular_of: Callable[[np.ndarray], np.ndarray], supers: np.ndarray, labels: np.ndarray, share: Share
+    ) -> Batch:
+        """The share of super nodes [B, N_s - G], labels [B, T] and regular nodes, which are made for it alone.
+
+        Args:
+            regular_of: sequences int64 [b] of 0..B - 1 -> a new array of their nodes [b, N'], -1 = padding.
+        """
         num_targets = int((labels >= 0).sum())
+        num_microbatches = share.num_microbatches
+        num_sequences = -(-len(labels) // (share.dp * num_microbatches)) * num_microbatches
+        ids = share.dp_rank * num_sequences + np.arange(num_sequences)
+        empty = ids >= len(labels)
+        sequences = np.where(empty, 0, ids)
+        regular, supers, labels = regular_of(sequences), supers[sequences], labels[sequences]
+        regular[empty] = labels[empty] = -1
         num_super = supers.shape[1] + self.structure.global_tokens
         layout = NodeLayout(regular.shape[1], num_super, share.cp_rank, share.cp)
         block = slice(layout.block().start, layout.block().stop)
-
-        num_microbatches = share.num_microbatches
-        num_sequences = -(-len(regular) // (share.dp * num_microbatches)) * num_microbatches
-        ids = share.dp_rank * num_sequences + np.arange(num_sequences)
-        empty = ids >= len(regular)
-        sequences = np.where(empty, 0, ids)
-        regular, supers, labels = regular[sequences], supers[sequences], labels[sequences]
-        regular[empty] = labels[empty] = -1
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)
         padding[:, : layout.num_nodes] = regular < 0

@@ -92,7 +92,7 @@ class ClusterBatches(Builder):
         """One batch for the regular nodes [B, N']; labels of nodes outside ``label_mask`` [V] do not count."""
         supers = np.broadcast_to(self._parts, (len(regular), len(self._parts)))
         counts = (regular >= 0) & label_mask[regular]
-        return self._batch(regular, supers, np.where(counts, self.graph.labels[regular], -1), share)
+        return self._batch(regular.__getitem__, supers, np.where(counts, self.graph.labels[regular], -1), share)
 
     def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> SuperRows:
         """Means over the members outside of each sequence: the sums over all, less those over the sequence's own."""

@@ -46,10 +46,18 @@ class EgoBatches(Builder):
     ) -> Batch:
         """One batch for the targets [B]; labels of nodes outside ``label_mask`` [V] do not count.
 
-        Neighbours are drawn for all targets, so that every share is of the same batch.
+        Neighbours depend on the target, the number of its sample and one draw from ``rng``, so every share samples its
+        own sequences only.
         """
-        sampled = sample_neighbors(self.pagerank(targets), self.samples, self.num_regular - 1, rng)
-        targets = np.repeat(targets, self.samples)[:, None]
-        regular = np.concatenate([targets, sampled.reshape(len(targets), -1)], axis=1)
-        supers = self._nearest[self.coarsening.membership[targets[:, 0]]]
-        return self._batch(regular, supers, np.where(label_mask[targets], self.graph.labels[targets], -1), share)
+        seed = int(rng.integers(1 << 64, dtype=np.uint64))
+
+        def regular(sequences: np.ndarray) -> np.ndarray:
+            own, which = np.unique(sequences // self.samples, return_inverse=True)
+            own = targets[own]
+            sampled = sample_neighbors(self.pagerank(own), own, self.samples, self.num_regular - 1, seed)
+            return np.concatenate([own[which, None], sampled[which, sequences % self.samples]], axis=1)
+
+        of_sequences = np.repeat(targets, self.samples)[:, None]
+        supers = self._nearest[self.coarsening.membership[of_sequences[:, 0]]]
+        labels = np.where(label_mask[of_sequences], self.graph.labels[of_sequences], -1)
+        return self._batch(regular, supers, labels, share)

@@ -78,24 +78,20 @@ def known_nodes(graph: Graph) -> np.ndarray:
     return known
 
 
-def sample_neighbors(neighbors: Neighbors, num_samples: int, k: int, rng: np.random.Generator) -> np.ndarray:
+def sample_neighbors(neighbors: Neighbors, sources: np.ndarray, num_samples: int, k: int, seed: int) -> np.ndarray:
     """Draw k candidates per source and sample, without replacement, by weight -> int64 [S, num_samples, k].
 
-    The k smallest of Exp(1) / weight are such a draw (Efraimidis & Spirakis 2006). A source with fewer than k
-    candidates gives all of them and then -1: a short list is masked, never filled up.
+    The k smallest of Exp(1) / weight are such a draw (Efraimidis & Spirakis 2006). Each of them is a function of seed,
+    source, number of the sample and candidate: what a source draws does not depend on who else is asked for. A source
+    with fewer than k candidates gives all of them and then -1: a short list is masked, never filled up.
+
+    Args:
+        neighbors: the candidates of ``sources``, ids [S] of 0 or more.
+        seed: in 0..2^64 - 1.
     """
-    start, stop = neighbors.indptr[:-1], neighbors.indptr[1:]
-    width = max(k, int((stop - start).max(initial=0)))
-    slot = start[:, None] + np.arange(width)
-    listed = slot < stop[:, None]
-    weight = np.zeros(slot.shape, np.float32)
-    weight[listed] = neighbors.weights[slot[listed]]
-    candidate = np.full(slot.shape, -1, np.int64)
-    candidate[listed] = neighbors.nodes[slot[listed]]
-    arrival = rng.standard_exponential((len(start), num_samples, width), np.float32)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        arrival /= weight[:, None]
-    chosen = np.argpartition(arrival, k - 1, axis=-1)[..., :k]
-    first = np.argsort(np.take_along_axis(arrival, chosen, axis=-1), axis=-1)
-    chosen = np.take_along_axis(chosen, first, axis=-1)
-    return np.take_along_axis(candidate[:, None], chosen, axis=-1)
+    from megagraph.data.draw import first_arrivals
+
+    drawn = np.empty((len(sources), num_samples, k), np.int64)
+    candidates = neighbors.indptr, neighbors.nodes, neighbors.weights
+    first_arrivals(np.uint64(seed), np.asarray(sources, np.int64), *candidates, drawn)
+    return drawn

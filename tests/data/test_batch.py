@@ -14,6 +14,7 @@ from megagraph.data.graph import random_split
 from megagraph.data.loader import Loader
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
+from megagraph.data.sample import Pagerank
 from tests.data.graphs import make_graph
 
 
@@ -325,6 +326,30 @@ def test_loader_gives_the_shares_of_its_batches(graph):
         assert ids[: batch.batch_size].tolist() == batch.sequence_ids.tolist()
         expected = batch.features[batch.node_index][:, 1:5]
         assert torch.equal(nodes[: batch.batch_size][~hidden], expected[~hidden])
+
+
+def test_a_target_sees_the_same_nodes_whoever_stands_beside_it(graph):
+    builder = prepared(graph, sample_nodes=4, samples=3)
+
+    def nodes(targets, seed):
+        batch = builder.build(np.array(targets), np.ones(400, bool), np.random.default_rng(seed))
+        seen = batch.node_ids[batch.node_index].masked_fill(batch.key_padding_mask[:, : batch.node_index.shape[1]], -1)
+        return seen.view(len(targets), 3, -1)
+
+    expected = nodes([5, 90, 17], seed=0)
+    assert torch.equal(nodes([200, 17, 5], seed=0)[[2, 1]], expected[[0, 2]])
+    assert not torch.equal(nodes([5, 90, 17], seed=1), expected)
+
+
+def test_shares_sample_their_own_targets_only(graph, monkeypatch):
+    builder = prepared(graph, sample_nodes=4, samples=3)
+    asked = []
+    call = Pagerank.__call__
+    monkeypatch.setattr(Pagerank, "__call__", lambda self, sources: asked.append(sources) or call(self, sources))
+    for rank in range(3):  # 30 sequences in runs of 12: targets may be split, and the last rank has empty sequences
+        share = Share(dp_rank=rank, dp=3, num_microbatches=4)
+        builder.build(np.arange(10), np.ones(400, bool), np.random.default_rng(0), share)
+    assert [sources.tolist() for sources in asked] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 8, 9]]
 
 
 def test_a_share_that_does_not_embed_lacks_the_features_only(odd):

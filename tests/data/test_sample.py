@@ -1,7 +1,10 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.sample import Neighbors, Pagerank, sample_neighbors
@@ -42,11 +45,12 @@ def test_the_strongest_candidates_are_kept_for_the_sources_asked_for():
         assert np.allclose(few.weights[5 * i : 5 * i + 5], np.sort(everyone.weights[every])[:-6:-1])
 
 
+@settings(deadline=None)
 @given(random_graphs(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 99))
 def test_samples_are_candidates_without_replacement_then_padding(graph, k, num_samples, seed):
     targets = np.arange(graph.num_nodes)[::-1]
     neighbors = Pagerank(graph, epsilon=1e-2)(targets)
-    samples = sample_neighbors(neighbors, num_samples, k, np.random.default_rng(seed))
+    samples = sample_neighbors(neighbors, targets, num_samples, k, seed)
     assert samples.shape == (len(targets), num_samples, k) and samples.dtype == np.int64
     for i, drawn in enumerate(samples):
         candidates = set(neighbors.nodes[neighbors.indptr[i] : neighbors.indptr[i + 1]])
@@ -56,21 +60,70 @@ def test_samples_are_candidates_without_replacement_then_padding(graph, k, num_s
             assert (nodes[len(real) :] == -1).all()
 
 
-def test_first_draws_are_proportional_to_weight():
-    weights = np.array([1, 2, 4, 8], np.float32)
-    neighbors = Neighbors(indptr=np.array([0, 4]), nodes=np.arange(4, dtype=np.int32), weights=weights)
-    first = sample_neighbors(neighbors, 20_000, 2, np.random.default_rng(0))[0]
-    np.testing.assert_allclose(np.bincount(first[:, 0]) / 20_000, weights / 15, atol=0.01)
-    # given that 3 came first, the second is drawn from the others in proportion
-    second = first[first[:, 0] == 3, 1]
-    np.testing.assert_allclose(np.bincount(second) / len(second), weights[:3] / 7, atol=0.015)
+def candidates_of(num_sources, weights):
+    """The same candidates 0, 1, ... of every source."""
+    indptr = np.arange(num_sources + 1) * len(weights)
+    nodes = np.tile(np.arange(len(weights), dtype=np.int32), num_sources)
+    return Neighbors(indptr=indptr, nodes=nodes, weights=np.tile(np.array(weights, np.float32), num_sources))
+
+
+@pytest.mark.parametrize(
+    ("num_sources", "num_samples", "num_seeds"), [(1, 40_000, 1), (40_000, 1, 1), (20, 20, 100)], ids=str
+)
+def test_draws_are_proportional_to_weight(num_sources, num_samples, num_seeds):
+    """Whatever of source, sample and seed it is that differs."""
+    weights = np.array([1.0, 2, 4, 8, 0.5])
+    neighbors = candidates_of(num_sources, weights)
+    drawn = [sample_neighbors(neighbors, np.arange(num_sources), num_samples, 2, seed) for seed in range(num_seeds)]
+    first, second = np.concatenate(drawn).reshape(-1, 2).T
+    assert chisquare(np.bincount(first), len(first) * weights / weights.sum()).pvalue > 1e-3
+    for node, weight in enumerate(weights):  # the second one is drawn from the others in proportion
+        after = second[first == node]
+        expected = len(after) * np.delete(weights, node) / (weights.sum() - weight)
+        assert chisquare(np.delete(np.bincount(after, minlength=5), node), expected).pvalue > 1e-3
+
+
+def test_draws_are_the_smallest_arrivals_of_the_formula():
+    """The hash in Python's integers."""
+
+    def mix64(x):
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    neighbors = Pagerank(synthetic_graph(num_nodes=100, seed=0))(sources := np.array([3, 90]))
+    for seed in (0, 2**64 - 1):
+        drawn = sample_neighbors(neighbors, sources, 2, 5, seed)
+        for i, source in enumerate(sources):
+            candidates = slice(*neighbors.indptr[i : i + 2])
+            for sample in range(2):
+                key = mix64(mix64(mix64(seed) ^ int(source)) ^ sample)
+                arrivals = {}
+                for node, weight in zip(neighbors.nodes[candidates], neighbors.weights[candidates], strict=True):
+                    mixed = mix64(key ^ (int(node) + 1) * 0x9E3779B97F4A7C15 % 2**64)
+                    arrivals[int(node)] = -math.log(((mixed >> 11) + 1) * 2.0**-53) / float(weight)
+                assert drawn[i, sample].tolist() == sorted(arrivals, key=arrivals.__getitem__)[:5]
+
+
+def test_draws_depend_on_seed_source_and_sample_alone():
+    pagerank = Pagerank(synthetic_graph(num_nodes=100, seed=0))
+
+    def draw(sources, num_samples, k, seed):
+        return sample_neighbors(pagerank(np.array(sources)), np.array(sources), num_samples, k, seed)
+
+    expected = draw([7, 3, 60], 4, 5, seed=1)
+    assert (draw([50, 60, 7], 4, 5, seed=1)[[2, 1]] == expected[[0, 2]]).all()
+    assert (draw([3], 2, 5, seed=1) == expected[1:2, :2]).all()
+    assert (draw([3], 4, 2, seed=1) == expected[1:2, :, :2]).all()
+    assert not (draw([7, 3, 60], 4, 5, seed=2) == expected).all(axis=(1, 2)).any()
+    assert len(np.unique(expected.reshape(12, 5), axis=0)) == 12
 
 
 def test_isolated_sources_have_no_candidates():
     graph = make_graph(4, [(0, 1)])
-    neighbors = Pagerank(graph)(np.array([2, 3]))
+    neighbors = Pagerank(graph)(sources := np.array([2, 3]))
     assert neighbors.indptr.tolist() == [0, 0, 0]
-    assert (sample_neighbors(neighbors, 2, 3, np.random.default_rng(0)) == -1).all()
+    assert (sample_neighbors(neighbors, sources, 2, 3, 0) == -1).all()
 
 
 def test_a_hub_has_candidates_whatever_epsilon():
@@ -97,10 +150,3 @@ def test_sources_may_be_asked_for_in_any_order(stored, monkeypatch):
 def test_pagerank_refuses(options):
     with pytest.raises(ValueError, match="expected 0 < alpha < 1, epsilon > 0 and max_candidates >= 1, got"):
         Pagerank(make_graph(3, [(0, 1)]), **options)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_samples_depend_on_the_generator_only(seed):
-    neighbors = Pagerank(synthetic_graph(num_nodes=100, seed=0))(np.arange(100))
-    draws = [sample_neighbors(neighbors, 2, 5, np.random.default_rng(seed + i)) for i in (0, 0, 1)]
-    assert (draws[0] == draws[1]).all() and not (draws[0] == draws[2]).all()
