@@ -116,6 +116,8 @@ class TrainConfig:
     """Part of all steps spent in warm-up."""
     weight_decay: float = 0.1
     """Of AdamW; a learned embedding has none (SparseAdam)."""
+    bias_lr_scale: float = 30.0
+    """Rate of the learned part of a bias, as a multiple of the learning rate; it has no weight decay. 0: it stays."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
     seed: int = 0
@@ -162,7 +164,7 @@ class TrainConfig:
         self._check_numbers()
         at_least = {
             1: ("batch_size", "epochs", "keep", "bad_steps"),
-            0: ("seed", "workers", "learning_rate", "weight_decay", "checkpoint_every", "lock_wait"),
+            0: ("seed", "workers", "learning_rate", "weight_decay", "bias_lr_scale", "checkpoint_every", "lock_wait"),
         }
         for low, names in at_least.items():
             for name in names:
@@ -259,11 +261,19 @@ class TrainConfig:
         return self.batch_size * (self.samples if self.batching == "ego" else 1)
 
     def model_config(
-        self, *, in_features: int, num_classes: int, bias_size: int, graph_checksum: int = 0
+        self,
+        *,
+        in_features: int,
+        num_classes: int,
+        bias_size: int,
+        bias_unit: tuple[float, ...] = (),
+        bias_start: tuple[float, ...] = (),
+        graph_checksum: int = 0,
     ) -> ModelConfig:
-        """The model to train on data of these sizes."""
-        data = {"in_features": in_features, "num_classes": num_classes, "bias_size": bias_size}
-        return ModelConfig(**self._fields_of(ModelConfig, bias=self.bias_form, graph_checksum=graph_checksum, **data))
+        """The model to train on data of which the arguments say this."""
+        data = {"in_features": in_features, "num_classes": num_classes, "graph_checksum": graph_checksum}
+        bias = {"bias": self.bias_form, "bias_size": bias_size, "bias_unit": bias_unit, "bias_start": bias_start}
+        return ModelConfig(**self._fields_of(ModelConfig, **data, **bias))
 
     @property
     def batch_options(self) -> BatchOptions:

@@ -30,7 +30,7 @@ from megagraph.evaluate import (
     class_probabilities,
     make_loader,
 )
-from megagraph.models.transformer import GraphTransformer
+from megagraph.models.transformer import GraphTransformer, is_bias
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
@@ -84,10 +84,18 @@ def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
 
 
 def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for the layers, SparseAdam for the table of a learned embedding."""
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(pipeline.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
+    """AdamW for the layers, SparseAdam for the table of a learned embedding.
+
+    The learned parts of biases are a group of their own, without decay and at a rate of their own.
+    """
+    rate, named = config.learning_rate, pipeline.named_parameters().items()
+    weights = {"params": [p for name, p in named if not is_bias(name)], "scale": 1.0}
+    biases = {"params": [p for name, p in named if is_bias(name)], "scale": config.bias_lr_scale}
+    groups = [
+        weights | {"lr": rate, "weight_decay": config.weight_decay},
+        biases | {"lr": rate * config.bias_lr_scale, "weight_decay": 0.0},
     ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, fused=True)]
     if pipeline.table is not None:
         optimizers.append(torch.optim.SparseAdam(pipeline.table.parameters()))
     return optimizers
@@ -149,7 +157,8 @@ class Epochs:
         )
         share = own_share(pipeline.plan, pipeline.mesh)
         self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
-        self.eval_loader = make_loader(config, builder, np.concatenate([split.val, split.test]), share=share)
+        self.eval_nodes = np.concatenate([split.val, split.test])
+        self.eval_loader = make_loader(config, builder, self.eval_nodes, share=share)
         self.optimizers = make_optimizers(pipeline, config)
         in_stages = pipeline.plan.pp > 1
         traced = partial(recorder, run.folder / "trace", rank(), run=run.id, pipeline=in_stages)
@@ -163,6 +172,7 @@ class Epochs:
         self.losses = array("d")
         self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
         self.history: list[EpochLine] = []  # of the epochs before
+        self.classes: np.ndarray | None = None  # of the last evaluation: the most probable ones, int64 [V]
         self.step_seconds = array("d")  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -259,7 +269,7 @@ class Epochs:
             )
         raise Stopped(self.stop.reason)
 
-    def _look_up(self) -> None:
+    def look_up(self) -> None:
         """Between two batches of an evaluation."""
         self.checkpoints.check()
         if self.stop.agreed():
@@ -293,12 +303,13 @@ class Epochs:
             waiting = time.perf_counter()
         trained = time.perf_counter()
         phase("evaluation")
-        probabilities = class_probabilities(self.pipeline, self.eval_loader, self._look_up)
+        probabilities = class_probabilities(self.pipeline, self.eval_loader, self.look_up)
         if not np.isfinite(probabilities).all():
             raise FloatingPointError(
                 f"the evaluation after step {self.step} gave numbers that are not finite, so the weights are not; "
                 "go on from an earlier checkpoint with a lower --learning-rate"
             )
+        self.classes = probabilities.argmax(axis=1)
         val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
         losses = [loss for loss in self.losses if not math.isnan(loss)]
         line: EpochLine = {
@@ -332,7 +343,7 @@ class Epochs:
         learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group.get("scale", 1.0)
         batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
         with record_function(STEP):

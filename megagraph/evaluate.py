@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph import files
 from megagraph.config import TrainConfig
-from megagraph.data.batch import WHOLE, Share
+from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph, Split, random_split
@@ -95,7 +95,12 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     return split
 
 
-def class_probabilities(pipeline: Pipeline, loader: Loader, between: Callable[[], None] = lambda: None) -> np.ndarray:
+def class_probabilities(
+    pipeline: Pipeline,
+    loader: Loader,
+    between: Callable[[], None] = lambda: None,
+    change: Callable[[Batch], Batch] = lambda batch: batch,
+) -> np.ndarray:
     """Mean of softmax over all sequences of a node, fp32 [V, classes]; rows of nodes that were not read out are 0.
 
     ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability. Every rank
@@ -103,9 +108,10 @@ def class_probabilities(pipeline: Pipeline, loader: Loader, between: Callable[[]
 
     Args:
         between: called before every batch, on every rank.
+        change: what the model is given in place of a batch.
     """
     total = torch.zeros(loader.num_nodes, pipeline.config.num_classes, device=pipeline.device)
-    for nodes, votes in _votes(pipeline, loader, between):
+    for nodes, votes in _votes(pipeline, loader, between, change):
         total.index_add_(0, nodes, votes)
     if pipeline.mesh is not None:
         sum_over_ranks(total)
@@ -113,13 +119,16 @@ def class_probabilities(pipeline: Pipeline, loader: Loader, between: Callable[[]
 
 
 def _votes(
-    pipeline: Pipeline, loader: Loader, between: Callable[[], None] = lambda: None
+    pipeline: Pipeline,
+    loader: Loader,
+    between: Callable[[], None] = lambda: None,
+    change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nodes [n] and softmax [n, classes] of every batch, from the ranks that have the last stage."""
     pipeline.train(False)
     for batch in loader.epoch(0):
         between()
-        batch = pipeline.receive(batch)
+        batch = change(pipeline.receive(batch))
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0
@@ -135,26 +144,18 @@ def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -
     return float((probabilities[nodes].argmax(axis=1) == labels[nodes]).mean())
 
 
-def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **changes: Any) -> np.ndarray:
-    """Class probabilities fp32 [V, classes] of every node, by the weights of a run.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A finished run, ready to evaluate."""
 
-    Args:
-        run: run folder of ``Trainer.fit``.
-        data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
-        out: a file to write them to as .npy, a batch at a time; the result is then mapped from it. One in the run
-            folder must not be a file of the run.
-        changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
-            because the run says so is printed.
+    config: TrainConfig
+    graph: Graph
+    pipeline: Pipeline
 
-    Raises:
-        FileNotFoundError: ``run`` is not the folder of a finished run.
-        FileExistsError: ``out`` is a file of the run, or a link.
-        ValueError: a file of the run is damaged; the graph does not have the features that the model was trained on,
-            or, for a learned embedding, is another graph.
-    """
+
+def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
+    """The weights of a run and the graph to evaluate them on; arguments and errors as of ``predict``."""
     opened = Run.open(run)
-    if out is not None:
-        opened.check_output(Path(out))
     config, model_config = replace(opened.config, **changes), opened.model_config
     if data is None and "dataset" not in changes:
         place = "" if config.root is None or "root" in changes else f" in {config.root}"
@@ -178,12 +179,35 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     fill(model, weights, opened.folder)
     stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
     stage.to(config.torch_device(), config.parameter_dtype)
+    return Opened(config=config, graph=graph, pipeline=Pipeline([stage], [stage], Plan(), table=table))
+
+
+def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **changes: Any) -> np.ndarray:
+    """Class probabilities fp32 [V, classes] of every node, by the weights of a run.
+
+    Args:
+        run: run folder of ``Trainer.fit``.
+        data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
+        out: a file to write them to as .npy, a batch at a time; the result is then mapped from it. One in the run
+            folder must not be a file of the run.
+        changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
+            because the run says so is printed.
+
+    Raises:
+        FileNotFoundError: ``run`` is not the folder of a finished run.
+        FileExistsError: ``out`` is a file of the run, or a link.
+        ValueError: a file of the run is damaged; the graph does not have the features that the model was trained on,
+            or, for a learned embedding, is another graph.
+    """
+    if out is not None:
+        Run.open(run).check_output(Path(out))
+    opened = open_run(run, data, changes)
+    config, graph, pipeline = opened.config, opened.graph, opened.pipeline
     nodes = np.arange(graph.num_nodes)
-    pipeline = Pipeline([stage], [stage], Plan(), table=table)
     loader = make_loader(config, batches(config, graph), nodes)
     if out is None:
         return class_probabilities(pipeline, loader)
-    shape = (graph.num_nodes, model_config.num_classes)
+    shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
         probabilities = np.lib.format.open_memmap(file.name, mode="w+", dtype=np.float32, shape=shape)
         for targets, votes in _votes(pipeline, loader):

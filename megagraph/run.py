@@ -139,6 +139,11 @@ class Run:
             if state == "finished" and not longer:
                 lock.release()
                 return run, "finished"
+            if "bias_lr_scale" not in run._read("config.json", "the configuration of a run"):
+                raise ValueError(
+                    f"{folder} was begun by a version in which the learned part of a bias had the rate and the decay "
+                    "of weights, and this one cannot go on with it; train anew with another --out"
+                )
             (folder / "summary.json").unlink(missing_ok=True)
             files.write_json(folder / "run.json", _marker(folder) | {"launch": launch()})
             return run, "started"

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from megagraph import auto, files, plots
+from megagraph.ablation import bias_effect
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.graph import Graph
+from megagraph.data.start import bias_start
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import (
@@ -67,6 +69,10 @@ class Summary:
     peak_memory_bytes: int  # of the device, of the process on a CPU; the largest of all processes
     device: str
     measured_step_seconds: float  # median
+    bias_changed_classes: float | None = None  # of validation and test nodes, by the last weights: see BiasEffect
+    bias_correlation: float | None = None
+    bias_norm: float | None = None
+    bias_start_norm: float | None = None
     predicted_step_seconds: float | None = None  # by --plan auto
     predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
     power_scope: str | None = None  # of the adjacency powers of a projected bias
@@ -191,6 +197,8 @@ class Trainer:
 
         epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
         epochs.run_all(state)
+        phase("evaluation")
+        effect = bias_effect(pipeline, epochs.eval_loader, epochs.eval_nodes, epochs.classes, epochs.look_up)
         phase("save")
         if run.writes:
             plots.curves(run.metrics(), run.folder / "curves.png")
@@ -198,6 +206,7 @@ class Trainer:
         summary = Summary(
             run=str(run.folder),
             **epochs.results(),
+            **asdict(effect),
             majority_accuracy=float((graph.labels[split.test] == majority).mean()),
             preprocess_seconds=preprocess_seconds,
             sequence_nodes=builder.sequence_nodes,
@@ -214,10 +223,13 @@ class Trainer:
 
 def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:
     learned = config.embedding == "learned"
+    unit, start = bias_start(builder)
     return config.model_config(
         in_features=builder.num_rows if learned else graph.in_features,
         num_classes=graph.num_classes,
         bias_size=builder.structure.size,
+        bias_unit=unit,
+        bias_start=start,
         graph_checksum=graph.checksum() if learned else 0,
     )
 

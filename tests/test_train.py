@@ -105,6 +105,29 @@ def test_same_seed_same_losses_for_any_number_of_workers(tmp_path, graph):
     assert runs["a"] != runs["seed"]
 
 
+@pytest.mark.parametrize("scale", [0.0, 7.0])
+def test_biases_learn_at_a_rate_of_their_own_and_do_not_decay(tmp_path, graph, scale):
+    """AdamW's first step is of the size of the rate, whatever the gradient; decay takes its share of a weight."""
+    started = {}
+    make = epochs.make_pipeline
+
+    def recorded(model, *arguments):
+        started.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        return make(model, *arguments)
+
+    options = dict(bias_lr_scale=scale, max_steps=1, warmup=0.0, weight_decay=0.5, dtype="fp64", clip_norm=1e9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megagraph.train.make_pipeline", recorded)
+        mg.Trainer(config(tmp_path, **options)).fit(graph)
+    trained = Run.open(tmp_path / "run").weights()
+    for name, before in started.items():
+        step = trained[name] - (before if "bias_weight" in name else before * (1 - 0.5 * 1e-2))
+        rate = 1e-2 * (scale if "bias_weight" in name else 1.0)
+        assert step.abs().max() <= rate * (1 + 1e-9), name
+        if name != "input_proj.bias":
+            assert step.abs().median() >= 0.5 * rate, name
+
+
 def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
     from torch_geometric.data import Data
 
@@ -307,8 +330,10 @@ def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):
     assert "Warning" not in done.stderr
     np.testing.assert_allclose(losses(tmp_path / "several"), losses(tmp_path / "one"), rtol=1e-5)
     several = json.loads(done.stdout)
-    for name in ("test_accuracy", "best_val_accuracy", "steps", "parameters"):
+    for name in ("test_accuracy", "best_val_accuracy", "steps", "parameters", "bias_changed_classes"):
         assert several[name] == getattr(one, name)
+    for name in ("bias_correlation", "bias_norm", "bias_start_norm"):
+        assert several[name] == pytest.approx(getattr(one, name), rel=1e-4)
     files = [{path.name for path in (tmp_path / run).iterdir()} for run in ("one", "several")]
     assert files[0] == files[1]
     np.testing.assert_allclose(*(mg.predict(tmp_path / run) for run in ("several", "one")), atol=1e-4)

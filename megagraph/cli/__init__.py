@@ -1,4 +1,4 @@
-"""The command line: ``train`` and ``predict``; ``profile``, ``fit`` and ``search``; ``plot`` and ``data``."""
+"""The command line: ``train``, ``predict``, ``evaluate``; ``profile``, ``fit``, ``search``; ``plot`` and ``data``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch.distributed as dist
 import tyro
 
+from megagraph.ablation import Part
 from megagraph.cli.data import data
 from megagraph.cli.job import Job
 from megagraph.cli.planner import fit, profile, search
@@ -63,12 +64,44 @@ def predict(
         from megagraph.evaluate import predict as predict_probabilities
 
         path = run / "probabilities.npy" if out is None else out
-        given = {"dataset": dataset, "root": root, "device": device}
-        changes = {name: value for name, value in given.items() if value is not None}
-        probabilities = predict_probabilities(run, out=path, **changes)
+        probabilities = predict_probabilities(run, out=path, **_given(dataset=dataset, root=root, device=device))
         print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
 
     return Job(job)
+
+
+def evaluate(
+    run: tyro.conf.Positional[Path],
+    /,
+    ablate: tuple[Part, ...] = (),
+    dataset: str | None = None,
+    root: Path | None = None,
+    device: str | None = None,
+) -> Job:
+    """Print the accuracy of a run on the validation and test nodes of its split, and what its parts are worth.
+
+    Args:
+        run: run folder of ``megagraph train``.
+        ablate: parts to leave out, one at a time. bias: the learned part of the attention bias is zero; initial: it is
+            as before training; features: those of all nodes are zero; supers, global: nobody attends to super nodes, or
+            to global tokens; samples: one sequence of a target in place of all.
+        dataset: graph to read in place of the run's, as for megagraph train.
+        root: folder of the named data sets, in place of the run's.
+        device: in place of the run's.
+    """
+
+    def job() -> None:
+        from megagraph import ablation
+
+        results = ablation.evaluate(run, ablate=ablate, **_given(dataset=dataset, root=root, device=device))
+        print(json.dumps(results, indent=2))
+
+    return Job(job)
+
+
+def _given(**flags: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _defaults() -> TrainConfig:
@@ -90,6 +123,7 @@ def _parse() -> Job:
     commands: dict[str, Callable[..., Job]] = {
         "train": functools.partial(train, config=_defaults()),
         "predict": predict,
+        "evaluate": evaluate,
         "profile": profile,
         "fit": fit,
         "search": search,

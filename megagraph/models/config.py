@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,8 @@ _AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 
 class ModelConfig:
     """A graph transformer; paper symbols in brackets.
 
-    The data says ``in_features``, ``num_classes``, ``bias_size`` and ``graph_checksum``; the others are chosen.
+    The data says ``in_features``, ``num_classes``, ``bias_size``, ``bias_unit``, ``bias_start`` and
+    ``graph_checksum``; the others are chosen.
 
     Args:
         in_features: width of the raw node features [d_in]; rows of the table of a learned embedding.
@@ -28,6 +30,8 @@ class ModelConfig:
         global_tokens: learned tokens that every node attends to.
         bias: ``"projected"`` (adjacency powers, one Linear per layer) or ``"bucket"`` (distances, one table per layer).
         bias_size: channels C of a projected bias, or buckets R of a table.
+        bias_unit: what the learned part of a bias is divided by, a number for each of ``bias_size``; none: 1.
+        bias_start: where it starts, in these units, in every layer and head; none: random, as weights.
         embedding: ``"features"`` (raw features, projected) or ``"learned"`` (vectors of width ``dim`` from a table
             outside the model, in place of features).
         graph_checksum: of the graph whose nodes a learned embedding knows.
@@ -44,6 +48,8 @@ class ModelConfig:
     global_tokens: int = BatchOptions.global_tokens
     bias: Literal["projected", "bucket"] = BatchOptions.bias
     bias_size: int = BatchOptions.channels + BatchOptions.global_tokens
+    bias_unit: tuple[float, ...] = ()
+    bias_start: tuple[float, ...] = ()
     max_degree: int = 512
     embedding: Literal["features", "learned"] = "features"
     graph_checksum: int = 0
@@ -61,6 +67,12 @@ class ModelConfig:
             raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
         if not 0 <= self.global_tokens < 1 << 31:
             raise ValueError(f"global_tokens must be 0 or more and below 2^31, got {self.global_tokens}")
+        for name in ("bias_unit", "bias_start"):
+            values = getattr(self, name)
+            if len(values) not in (0, self.bias_size) or not all(map(math.isfinite, values)):
+                raise ValueError(f"{name} must be {self.bias_size} finite numbers or none, got {values}")
+        if not all(value > 0 for value in self.bias_unit):
+            raise ValueError(f"bias_unit must be above 0, got {self.bias_unit}")
         for name in ("dropout", "input_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")

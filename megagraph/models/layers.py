@@ -44,7 +44,7 @@ class GraphTransformerLayer(nn.Module):
     """Pre-LN layer: x += Drop(Attention(LN(x))); x += Drop(FFN(LN(x))), FFN = Linear, GELU, Linear.
 
     The structure of the batch (adjacency channels or distance buckets) is shared by all layers; each layer owns the
-    weight [H, C] or table [H, R] that turns it into its bias.
+    weight [H, C] or table [H, R] that turns it into its bias, in units of ``config.bias_unit``.
 
     With ``checkpoint`` set, a layer keeps its inputs only and computes the rest again for the backward pass, with the
     same dropout; on several ranks all of them must do so.
@@ -61,6 +61,9 @@ class GraphTransformerLayer(nn.Module):
         self.dropout = config.dropout
         self.checkpoint = False
         self.bias_weight = nn.Parameter(torch.empty(config.heads, config.bias_size))
+        self.bias_unit: Tensor | None
+        unit = torch.tensor(config.bias_unit) if config.bias_unit else None
+        self.register_buffer("bias_unit", unit, persistent=False)
         self.attention_norm = nn.LayerNorm(config.dim)
         self.attention = BiasedRingAttention(config.dim, config.heads, dropout=config.attention_dropout, mesh=mesh)
         self.ffn_norm = nn.LayerNorm(config.dim)
@@ -85,11 +88,12 @@ class GraphTransformerLayer(nn.Module):
 
     def _forward(self, x: Tensor, context: Context, num_queries: int | None) -> Tensor:
         rows, packing, key = slice(num_queries), context.packing, context.dropout_key
+        learned = self.bias_weight if self.bias_unit is None else self.bias_weight / self.bias_unit
         bias: BucketBias | ProjectedBias
         if self.bias_form == "bucket":
-            bias = BucketBias(context.structure[:, rows], self.bias_weight)
+            bias = BucketBias(context.structure[:, rows], learned)
         else:
-            bias = ProjectedBias(context.structure[:, :, rows], self.bias_weight)
+            bias = ProjectedBias(context.structure[:, :, rows], learned)
         key_at = [None if key is None else mix_key(key, self.index, site) for site in range(3)]
         h = self.attention(
             self.attention_norm(x),

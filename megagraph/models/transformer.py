@@ -27,6 +27,11 @@ _PACKED_FROM = 1 / 16  # share of padding from which leaving it out pays on a CP
 _TABLES = ("global_tokens", "degree_table")
 
 
+def is_bias(name: str) -> bool:
+    """Whether a parameter of this name is the learned part of an attention bias, [H, C] or [H, R] of a layer."""
+    return name.endswith("bias_weight")
+
+
 class GraphTransformer(nn.Module):
     """Linear(d_in -> d) on raw features, learned global tokens, L pre-LN layers, LayerNorm, Linear(d -> classes).
 
@@ -54,10 +59,16 @@ class GraphTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights from N(0, 0.02 / sqrt(L)), learned rows from N(0, 0.02), offsets zero, as Graphormer and ANS-GT."""
+        """Weights from N(0, 0.02 / sqrt(L)), learned rows from N(0, 0.02), offsets zero, as Graphormer and ANS-GT.
+
+        The learned part of a bias starts where ``config.bias_start`` says.
+        """
         std = 0.02 / self.config.layers**0.5
         for name, parameter in self.named_parameters():
-            if name in _TABLES:
+            if is_bias(name) and self.config.bias_start:
+                with torch.no_grad():
+                    parameter.copy_(torch.tensor(self.config.bias_start))
+            elif name in _TABLES:
                 nn.init.normal_(parameter, std=0.02)
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=std)

@@ -28,6 +28,9 @@ def replicate(stage: Stage, mesh: DeviceMesh | None, *, shard: bool) -> nn.Modul
         # buckets that DDP makes anew after its first step sum in another order, where three or more summands have one:
         # a run that goes on would differ in the last bit. It keeps them where it looks for parameters without use.
         ordered = replicas.size() > 2 and replicas.device_type == "cpu"
+        # buffers are constants of the model, which DDP would send before every forward
+        constants = [name for name, _ in stage.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, constants)
         replicated = DistributedDataParallel(stage, process_group=replicas.get_group(), find_unused_parameters=ordered)
         replicated.register_comm_hook(replicas.get_group(), _sum_bucket)
         return replicated

@@ -52,7 +52,7 @@ def profile(
         "impl": "triton" if device.type == "cuda" else "blocked",
         "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-        "model": asdict(config),
+        "model": json.loads(json.dumps(asdict(config))),  # tuples are lists, as from the cache
     }
     path = None if cache is None else cache / f"{_fingerprint(origin)}.json"
     found = [None if path is None else _kept(path)]

@@ -172,6 +172,33 @@ def test_gradient_reaches_every_parameter(model, batch):
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
+@pytest.mark.parametrize("bias", ["projected", "bucket"])
+def test_the_learned_part_of_a_bias_is_in_its_units(model, batch, bias):
+    if bias == "bucket":
+        batch = replace(batch, structure=(batch.structure[:, 0] * 4).to(torch.uint8))
+    unit = (0.5, 2.0, 4.0, 0.25, 1.0)
+    plain = mg.HierarchicalGT(replace(CONFIG, bias=bias)).double().eval()
+    plain.load_state_dict(model.state_dict())
+    in_units = mg.HierarchicalGT(replace(CONFIG, bias=bias, bias_unit=unit)).double().eval()
+    state = model.state_dict()
+    for name in state:
+        if "bias_weight" in name:
+            state[name] = state[name] * torch.tensor(unit)
+    in_units.load_state_dict(state)
+    scores = logits(plain, batch)
+    torch.testing.assert_close(logits(in_units, batch), scores)
+    for other in (plain, in_units):
+        loss_sum(logits(other, batch), batch.labels).backward()
+    for one, other in zip(plain.layers.values(), in_units.layers.values(), strict=True):
+        torch.testing.assert_close(other.bias_weight.grad * torch.tensor(unit), one.bias_weight.grad)
+
+
+def test_biases_start_where_the_data_says():
+    start = (1.0, -2.0, 0.5, 0.0, 3.0)
+    for layer in mg.HierarchicalGT(replace(CONFIG, bias_start=start)).layers.values():
+        assert layer.bias_weight.tolist() == 2 * [[*start]]
+
+
 def test_bucket_bias():
     graph = synthetic_graph(num_nodes=300, num_classes=4, in_features=12, seed=1)
     options = BatchOptions(batching="cluster", bias="bucket", sequence_nodes=128, super_nodes=8, max_distance=3)
@@ -188,6 +215,9 @@ def test_bucket_bias():
         (dict(heads=3), "heads must divide dim = 16, got 3"),
         (dict(layers=0), "layers must be at least 1, got 0"),
         (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
+        (dict(bias_unit=(1.0,)), r"bias_unit must be 5 finite numbers or none, got \(1.0,\)"),
+        (dict(bias_start=5 * (float("nan"),)), "bias_start must be 5 finite numbers or none, got "),
+        (dict(bias_unit=(1.0, 1.0, 0.0, 1.0, 1.0)), "bias_unit must be above 0, got "),
         (dict(global_tokens=-1), r"global_tokens must be 0 or more and below 2\^31, got -1"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import megagraph as mg
+from megagraph.ablation import bias_effect
 from megagraph.attention.dropout import dropout_keys
 from megagraph.data import options as options_module
 from megagraph.data.batch import Batch, Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
-from megagraph.epochs import loss_sum, make_pipeline, own_share, train_step
+from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
@@ -108,6 +109,7 @@ def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM
         ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
         batch_size=4 if batching == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
+        learning_rate=1e-3,
     )  # fmt: skip
 
 
@@ -151,7 +153,11 @@ def train(
     mesh = mesh_of(plan.pp, plan.cp, plan.dp)
     torch.manual_seed(0)
     in_features = builder.num_rows if batching == "learned" else 8
-    model_config = config.model_config(in_features=in_features, num_classes=3, bias_size=builder.structure.size)
+    bias_size = builder.structure.size
+    unit, start = (tuple(np.linspace(*ends, bias_size).tolist()) for ends in ((0.5, 2), (-1, 1)))
+    model_config = config.model_config(
+        in_features=in_features, num_classes=3, bias_size=bias_size, bias_unit=unit, bias_start=start
+    )
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     with torch.no_grad():  # the initial weights are small; larger ones make every term count
         for parameter in model.parameters():
@@ -160,14 +166,12 @@ def train(
     made = Mock(wraps=pipeline._make_schedule)
     pipeline._make_schedule = made
     pipeline.train()
-    make = {
-        "sgd": partial(torch.optim.SGD, lr=0.05),
-        "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True),
-    }
-    updates: list[torch.optim.Optimizer] = [make[optimizer](pipeline.parameters())]
+    updates = make_optimizers(pipeline, config)
+    if optimizer == "sgd":
+        updates[0] = torch.optim.SGD(pipeline.parameters(), lr=0.05)
     if pipeline.table is not None:
         pipeline.table.weight.data.mul_(10)
-        updates.append(torch.optim.SparseAdam(pipeline.table.parameters(), lr=0.01))
+        updates[1].param_groups[0]["lr"] = 0.01
     batches = batches_of(batching, own_share(plan, mesh))
     first_keys = dropout_keys(7, 0, batches[0].sequence_ids)
     pipeline.backward(batches[0], first_keys, loss_sum)
@@ -191,6 +195,10 @@ def train(
         nodes = np.arange(builder.graph.num_nodes)
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
         result["probabilities"] = class_probabilities(pipeline, loader)
+        before = {name: x.clone() for name, x in result["parameters"].items()}
+        result["bias effect"] = list(asdict(bias_effect(pipeline, loader, nodes)).values())
+        after = gather_tensors(pipeline.state_dict(), mesh)
+        assert all(torch.equal(x, before[name]) for name, x in after.items())
     result["schedules_made"] = made.call_count
     return result
 

@@ -35,8 +35,12 @@ def test_steps_are_those_of_an_embedding_inside_the_model():
     embedding = nn.Embedding.from_pretrained(pipeline.table.weight.detach().clone(), freeze=False, sparse=True)
     start = embedding.weight.detach().clone()
     optimizers = make_optimizers(pipeline, CONFIG)
+    biases = [p for name, p in plain.named_parameters() if "bias_weight" in name]
+    weights = [p for name, p in plain.named_parameters() if "bias_weight" not in name]
+    assert len(biases) == CONFIG.layers
     others = [
-        torch.optim.AdamW(plain.parameters(), lr=CONFIG.learning_rate, weight_decay=CONFIG.weight_decay),
+        torch.optim.AdamW(weights, lr=CONFIG.learning_rate, weight_decay=CONFIG.weight_decay),
+        torch.optim.AdamW(biases, lr=CONFIG.learning_rate * CONFIG.bias_lr_scale, weight_decay=0.0),
         torch.optim.SparseAdam(embedding.parameters()),
     ]
     read = set()

@@ -42,6 +42,7 @@ def assert_trained_alike(results, want, dtype, optimizer):
         if dtype == "fp64":
             for result in results:
                 np.testing.assert_allclose(result["probabilities"], want["probabilities"], atol=1e-6)
+                np.testing.assert_allclose(result["bias effect"], want["bias effect"], rtol=1e-9)
     elif dtype == "fp64":
         assert_tensors_close(got["parameters"], want["parameters"], 1e-7)
 

@@ -1,0 +1,50 @@
+"""Where the learned part of a bias starts, and in which units."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megagraph.data.batch import Share
+from megagraph.data.build import Builder
+from megagraph.data.structure import DistanceBuckets
+
+_NODES = 2**12  # so many slots of sequences are looked at
+_ROWS = 128  # and of a sequence about so many of its regular rows
+
+
+def bias_start(builder: Builder) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Units and initial values of the learned part of a bias, ``ModelConfig.bias_unit`` and ``bias_start``.
+
+    Buckets: distance d starts at -d, "further" as one more than the largest, likewise to super nodes; the own super
+    node and global tokens at 0.
+
+    Channels: the unit of a channel is its standard deviation over the pairs of two nodes in which it is not 0, 1 where
+    all of these are equal.
+    """
+    structure = builder.structure
+    if isinstance(structure, DistanceBuckets):
+        distances = [-float(d) for d in range(structure.max_distance + 2)]
+        return (), (*distances, *distances, 0.0, 0.0)
+    unit = channel_deviations(builder)
+    start = [0.0] * structure.size
+    start[: structure.powers.num_powers] = [1.0 / structure.powers.num_powers] * structure.powers.num_powers
+    return unit, tuple(start)
+
+
+def channel_deviations(builder: Builder) -> tuple[float, ...]:
+    """Of every channel over those pairs, in some sequences.
+
+    Rounded to three digits: machines may sum in another order, and must agree.
+    """
+    rng = np.random.default_rng(0)
+    num_nodes = builder.graph.num_nodes
+    item = builder.plan(rng.permutation(num_nodes), max(1, _NODES // builder.sequence_nodes), None)[0]
+    share = Share(cp=max(1, builder.num_regular // _ROWS), embeds=False)
+    batch = builder.build(item, np.zeros(num_nodes, bool), rng, share)
+    off_diagonal = batch.layout.local_to_global[:, None].numpy() != np.arange(batch.num_nodes)
+    deviations = []
+    for channel in batch.structure.unbind(1):
+        values = channel[:, off_diagonal].double().numpy()
+        deviation = values[values != 0].std() if values.any() else 0.0
+        deviations.append(float(f"{deviation:.3g}") or 1.0)
+    return tuple(deviations)
