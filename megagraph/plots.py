@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megagraph.timeline import SPANS, STAGE, STEP, Span
 
 
@@ -26,6 +28,35 @@ def curves(metrics: list[dict[str, Any]], path: Path) -> None:
     right.set(xlabel="epoch", ylabel="accuracy")
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def bias(learned: np.ndarray, start: np.ndarray | None, labels: list[str], path: Path) -> None:
+    """The learned part of the attention bias [L, H, R] by channel or bucket: a panel per layer, a line per head.
+
+    Args:
+        start: [R], where all of it began, dashed.
+        labels: of the R channels or buckets.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(4, len(learned))
+    rows = -(-len(learned) // columns)
+    figure = Figure(figsize=(1.5 + 3 * columns, 0.8 + 2.8 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for layer, (panel, heads) in enumerate(zip(panels, learned, strict=False)):
+        for head, values in enumerate(heads):
+            panel.plot(values, ".-", linewidth=0.8, label=f"head {head}" if layer == 0 else None)
+        if start is not None:
+            panel.plot(start, "k--", linewidth=0.8, label="start" if layer == 0 else None)
+        panel.set_title(f"layer {layer}")
+        panel.set_xticks(range(len(labels)), labels, rotation=90)
+    for panel in panels[len(learned) :]:
+        panel.set_visible(False)
+    figure.supylabel("learned part of the bias")
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import megagraph as mg
 from megagraph import files
@@ -132,6 +134,26 @@ def test_command_line(runs, graph, monkeypatch, capsys):
     main()
     results = json.loads(capsys.readouterr().out)
     assert results == evaluate(folder, graph, ablate=["bias", "global"])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_picture_of_the_bias(runs, name, monkeypatch, capsys):
+    """A line per head, through the weights of the run, and one for where they started."""
+    folder, _ = runs[name]
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: figures.append(self) or save(self, *args, **kw))
+    monkeypatch.setattr("sys.argv", ["megagraph", "plot", "bias", str(folder), "--out", str(folder) + ".png"])
+    main()
+    path = Path(capsys.readouterr().out.strip())
+    assert path.name == f"{name}.png" and path.read_bytes().startswith(b"\x89PNG")
+    run = Run.open(folder)
+    weights = run.weights()
+    for layer, panel in enumerate(figures[0].axes):
+        *heads, start = (line.get_ydata() for line in panel.lines)
+        np.testing.assert_array_equal(heads, weights[f"layers.{layer}.bias_weight"])
+        np.testing.assert_array_equal(start, run.model_config.bias_start)
+        assert len(panel.get_xticklabels()) == run.model_config.bias_size
 
 
 @pytest.mark.parametrize(

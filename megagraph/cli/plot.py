@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 
 from megagraph.cli.job import Job
@@ -39,6 +40,29 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, out: Path | None = None
                 f"bubble of {plan.schedule}, {plan.pp} ranks x {plan.stages_per_rank} stages, "
                 f"{plan.num_microbatches} micro-batches: measured {measured:.1%}, in theory {theory:.1%}"
             )
+
+    return Job(job)
+
+
+def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
+    """Draw the learned part of the attention bias by distance or channel, layer and head, beside where it started.
+
+    Args:
+        run: run folder of ``megagraph train``.
+        out: image to write; default RUN/bias.png.
+    """
+
+    def job() -> None:
+        from megagraph import plots
+        from megagraph.data.start import bias_labels
+
+        opened = Run.open(run)
+        path = run / "bias.png" if out is None else out
+        model, weights = opened.model_config, opened.weights()
+        learned = np.stack([weights[f"layers.{layer}.bias_weight"].double() for layer in range(model.layers)])
+        start = np.array(model.bias_start) if model.bias_start else None
+        plots.bias(learned, start, bias_labels(opened.config.batch_options), path)
+        print(path)
 
     return Job(job)
 
@@ -110,6 +134,7 @@ def plot(
     job: tyro.conf.OmitSubcommandPrefixes[
         tyro.conf.OmitArgPrefixes[
             Annotated[Any, tyro.conf.subcommand("timeline", constructor=plot_timeline)]
+            | Annotated[Any, tyro.conf.subcommand("bias", constructor=plot_bias)]
             | Annotated[Any, tyro.conf.subcommand("costmodel", constructor=plot_costmodel)]
             | Annotated[Any, tyro.conf.subcommand("pareto", constructor=plot_pareto)]
             | Annotated[Any, tyro.conf.subcommand("stages", constructor=plot_stages)]

@@ -6,6 +6,7 @@ import numpy as np
 
 from megagraph.data.batch import Share
 from megagraph.data.build import Builder
+from megagraph.data.options import BatchOptions
 from megagraph.data.structure import DistanceBuckets
 
 _NODES = 2**12  # so many slots of sequences are looked at
@@ -29,6 +30,16 @@ def bias_start(builder: Builder) -> tuple[tuple[float, ...], tuple[float, ...]]:
     start = [0.0] * structure.size
     start[: structure.powers.num_powers] = [1.0 / structure.powers.num_powers] * structure.powers.num_powers
     return unit, tuple(start)
+
+
+def bias_labels(options: BatchOptions) -> list[str]:
+    """What each channel or bucket of a bias says of a pair of nodes, in a word."""
+    tokens = [f"token {g}" for g in range(options.global_tokens)]
+    if options.bias == "projected":
+        powers = [f"power {k}" for k in range(1, options.channels + 1)]
+        return [*powers, *tokens, *(["own super"] if options.batching == "cluster" else [])]
+    distances = [*map(str, range(options.max_distance + 1)), "further"]
+    return [*distances, *(f"super {d}" for d in distances), "own super", "token"]
 
 
 def channel_deviations(builder: Builder) -> tuple[float, ...]:
