@@ -58,6 +58,7 @@ def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) ->
 
         opened = Run.open(run)
         path = run / "bias.png" if out is None else out
+        opened.check_output(path)
         model, weights = opened.model_config, opened.weights()
         learned = np.stack([weights[f"layers.{layer}.bias_weight"].double() for layer in range(model.layers)])
         start = np.array(model.bias_start) if model.bias_start else None
