@@ -21,7 +21,7 @@ from megagraph.parallel.mesh import on_rank_zero
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.replicate import gather_tensors
 
-Part = Literal["bias", "initial", "features", "supers", "global", "samples"]
+Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "samples"]
 
 
 def evaluate(
@@ -30,8 +30,8 @@ def evaluate(
     """Accuracy of a run's weights on the validation and test nodes of its split, whole and without each of some parts.
 
     bias, initial: the learned part of the attention bias is zero, or as it was before training. features: those of all
-    nodes and super nodes are zero. supers, global: nobody attends to super nodes, or to global tokens. samples: one
-    sequence of a target (ego) in place of all.
+    nodes and super nodes are zero. super_nodes, global_token: nobody attends to super nodes, or to global tokens.
+    samples: one sequence of a target (ego) in place of all.
 
     Args:
         run: run folder of ``Trainer.fit``.
@@ -51,7 +51,7 @@ def evaluate(
         raise ValueError(f"ablate must be some of {', '.join(get_args(Part))}, got {unknown[0]!r}")
     missing = {
         "initial": not model.bias_start and "its bias started at random",
-        "global": config.global_tokens == 0 and "it has no global tokens",
+        "global_token": config.global_tokens == 0 and "it has no global tokens",
         "samples": (config.batching == "cluster" or config.samples == 1) and "a target has one sequence already",
     }
     if refused := [part for part in ablate if missing.get(part)]:
@@ -175,8 +175,8 @@ def _without_global(batch: Batch) -> Batch:
 
 _CHANGES: dict[str, Callable[[Batch], Batch]] = {
     "features": _without_features,
-    "supers": _without_supers,
-    "global": _without_global,
+    "super_nodes": _without_supers,
+    "global_token": _without_global,
 }
 
 

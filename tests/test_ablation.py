@@ -69,13 +69,13 @@ def without(run, graph, part):
         if part == "features":
             inputs["features"] = 0 * inputs["features"]
         tokens = batch.num_nodes - config.global_tokens
-        if part == "supers":  # the sequence without these columns and rows
+        if part == "super_nodes":  # the sequence without these columns and rows
             keep = [*range(batch.layout.num_nodes), *range(tokens, batch.num_nodes)]
             inputs["structure"] = batch.structure[..., keep, :][..., keep].contiguous()
             inputs["key_padding_mask"] = batch.key_padding_mask[:, keep]
             inputs["node_index"] = batch.node_index[:, : batch.layout.num_nodes]
             inputs["layout"] = None
-        if part == "global":
+        if part == "global_token":
             model.register_parameter("global_tokens", None)
             inputs["structure"] = batch.structure[..., :tokens, :tokens].contiguous()
             inputs["key_padding_mask"] = batch.key_padding_mask[:, :tokens]
@@ -130,10 +130,10 @@ def test_the_summary_says_what_the_bias_does(runs, graph, name):
 def test_command_line(runs, graph, monkeypatch, capsys):
     folder, _ = runs["ego"]
     monkeypatch.setattr("megagraph.evaluate.load_graph", lambda *_, **__: graph)
-    monkeypatch.setattr("sys.argv", ["megagraph", "evaluate", str(folder), "--ablate", "bias", "global"])
+    monkeypatch.setattr("sys.argv", ["megagraph", "evaluate", str(folder), "--ablate", "bias", "global_token"])
     main()
     results = json.loads(capsys.readouterr().out)
-    assert results == evaluate(folder, graph, ablate=["bias", "global"])
+    assert results == evaluate(folder, graph, ablate=["bias", "global_token"])
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -171,7 +171,10 @@ def test_refused(runs, graph, name, part, changes, message):
 
 @pytest.mark.parametrize(
     ("part", "message"),
-    [("global", "without 'global': it has no global tokens"), ("initial", "'initial': its bias started at random")],
+    [
+        ("global_token", "without 'global_token': it has no global tokens"),
+        ("initial", "'initial': its bias started at random"),
+    ],
 )
 def test_refused_where_a_run_has_none(tmp_path, graph, part, message):
     changes = dict(global_tokens=0, super_nodes=1, max_steps=1)

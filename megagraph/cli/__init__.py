@@ -83,8 +83,8 @@ def evaluate(
     Args:
         run: run folder of ``megagraph train``.
         ablate: parts to leave out, one at a time. bias: the learned part of the attention bias is zero; initial: it is
-            as before training; features: those of all nodes are zero; supers, global: nobody attends to super nodes, or
-            to global tokens; samples: one sequence of a target in place of all.
+            as before training; features: those of all nodes are zero; super_nodes, global_token: nobody attends to
+            super nodes, or to global tokens; samples: one sequence of a target in place of all.
         dataset: graph to read in place of the run's, as for megagraph train.
         root: folder of the named data sets, in place of the run's.
         device: in place of the run's.
