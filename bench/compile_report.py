@@ -32,6 +32,7 @@ import torch
 import tyro
 
 from bench.provenance import write_rows
+from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
 from megagraph.kernels.variants import Variant, cover, defaults
 
@@ -39,7 +40,7 @@ BUDGET = Path(__file__).with_name("compile_budget.json")
 CHECKED = ("sm_80", "sm_90", "sm_100")
 LEAST_WARPS = 8  # of a multiprocessor, which hides latency by switching between them
 BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
-B, H, CHANNELS, BUCKETS = 2, 8, 4, 32
+B, H = 2, 8
 REST_COLUMNS = 17  # of the second segment: super nodes, whose number is odd
 
 
@@ -95,10 +96,10 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     data, learned, mask = {
         "none": (None, None, None),
         "dense": (None, torch.empty(*planes, N, columns, dtype=dtype), None),
-        "bucket": (torch.empty(B, N, columns, dtype=torch.uint8), torch.empty(H, BUCKETS), None),
+        "bucket": (torch.empty(B, N, columns, dtype=torch.uint8), torch.empty(H, NUM_BUCKETS), None),
         "projected": (
-            torch.empty(B, CHANNELS, N, columns, dtype=dtype),
-            torch.empty(H, CHANNELS),
+            torch.empty(B, NUM_CHANNELS, N, columns, dtype=dtype),
+            torch.empty(H, NUM_CHANNELS),
             torch.empty(B, N, columns, dtype=torch.bool) if variant.padding else None,
         ),
     }[form]
@@ -254,7 +255,7 @@ def l2_bytes(kernel: str, tiles: dict[str, int], form: str, head_dim: int) -> fl
     result = 2 * 2 * (16 if narrow else head_dim) / own  # two operands; narrow rows are packed
     if by_keys and not narrow:
         result += 2 * 4 / own  # lse and delta
-    result += {"none": 0, "dense": 2, "bucket": 1 / group, "projected": 2 * CHANNELS / group}[form]
+    result += {"none": 0, "dense": 2, "bucket": 1 / group, "projected": 2 * NUM_CHANNELS / group}[form]
     if narrow:
         result += 4 * head_dim / own  # parts of dq
     if form == "dense" and kernel in ("one_pass", "query_pass"):

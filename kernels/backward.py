@@ -21,6 +21,7 @@ from megagraph.kernels.tile import (
     Keys,
     Queries,
     add_dot,
+    delta_of,
     dot,
     dropped,
     exp,
@@ -31,6 +32,7 @@ from megagraph.kernels.tile import (
     loop,
     plane_offsets,
     row_keys,
+    row_products,
     scores,
     segment,
     write_rows,
@@ -45,17 +47,10 @@ def row_delta(d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_M: 
     num_tiles = tl.cdiv(M, BLOCK_M)
     bh = pid // num_tiles
     rows = pid % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    product = tl.full([BLOCK_M, BLOCK_D], 1.0, delta_ptr.dtype.element_ty)
-    for t in tl.static_range(2):
-        x = d_out if t == 0 else out
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
-        ptrs = x.ptr + bh // H * x.strides[0] + bh % H * x.strides[1]
-        ptrs += rows[:, None] * x.strides[2] + offs_d * x.strides[3]
-        product *= tl.load(ptrs, mask=(rows < M)[:, None] & (offs_d < D), other=0.0).to(product.dtype)
-    delta = tl.sum(product, axis=1)
-    if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + bh * M + rows, mask=rows < M, other=0.0)
-    tl.store(delta_ptr + bh * M + rows, delta, mask=rows < M)
+    place, exists = (bh // H, bh % H, rows), rows < M
+    products = row_products(d_out, out, place, exists, D, BLOCK_D, delta_ptr.dtype.element_ty)
+    delta = delta_of(products, d_lse_ptr, bh * M + rows, exists)
+    tl.store(delta_ptr + bh * M + rows, delta, mask=exists)
 
 
 @triton.jit

@@ -291,7 +291,7 @@ def _learned_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor,
     assert d_learned is not None and learned is not None
     num_learned = d_learned.shape[1]
     blocks = _tiles("learned", step, q)
-    if D > 32 and not _plain(step):
+    if D > 32 and not _plain(step):  # 32 keys would spill
         blocks = blocks | {"BLOCK_N": 16}
     group = min(blocks["GROUP"], triton.next_power_of_2(H))
     groups, num_tiles = triton.cdiv(H, group), triton.cdiv(M, blocks["BLOCK_M"])

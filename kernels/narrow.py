@@ -32,6 +32,7 @@ from megagraph.kernels.tile import (
     _padding,
     add_dot,
     bucket_tile,
+    delta_of,
     dot,
     dropped,
     find_keys,
@@ -41,6 +42,7 @@ from megagraph.kernels.tile import (
     plane_offsets,
     planes_ptrs,
     row_keys,
+    row_products,
 )
 
 
@@ -108,15 +110,6 @@ def _copy_split(x, n, source, target, place, exists, value):
 
 
 @triton.jit
-def _delta(saved, product, stat, exists):
-    """delta of some rows, from d_out times out [..., LOW_D]."""
-    delta = tl.sum(product, axis=len(product.shape) - 1)
-    if saved.d_lse is not None:
-        delta -= tl.load(saved.d_lse + stat, mask=exists, other=0.0)
-    return delta
-
-
-@triton.jit
 def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
     """Grid (query_programs + those of keys); a program packs BLOCK rows, the heads of a row one after another."""
     pid = tl.program_id(0).to(tl.int64)
@@ -130,14 +123,8 @@ def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
         if saved.out is None:
             delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
         else:
-            offs_d = tl.arange(0, n.LOW_D)[None, :]
-            product = tl.full([BLOCK, n.LOW_D], 1.0, x.ACC_DTYPE)
-            for t in tl.static_range(2):
-                rows = saved.d_out if t == 0 else saved.out
-                ptrs = rows.ptr + (b * rows.strides[0] + h * rows.strides[1] + row * rows.strides[2])[:, None]
-                in_rows = exists[:, None] & (offs_d < x.D)
-                product *= tl.load(ptrs + offs_d * rows.strides[3], mask=in_rows, other=0.0).to(x.ACC_DTYPE)
-            delta = _delta(saved, product, stat, exists)
+            products = row_products(saved.d_out, saved.out, (b, h, row), exists, x.D, n.LOW_D, x.ACC_DTYPE)
+            delta = delta_of(products, saved.d_lse, stat, exists)
         if x.THRESHOLD > 0:  # dp is scaled and dropped before delta is subtracted
             if saved.out is not None:
                 tl.store(saved.delta + stat, delta, mask=exists)
@@ -298,7 +285,7 @@ def _pass_tile(
             delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
         else:
             out = _load_rows(x, n, saved.out, n.query_rows, b, own, row, own_m, n.LOW_D)
-            delta = _delta(saved, out.to(x.ACC_DTYPE) * do_low.to(x.ACC_DTYPE), stat, exists)
+            delta = delta_of(out.to(x.ACC_DTYPE) * do_low.to(x.ACC_DTYPE), saved.d_lse, stat, exists)
         dp -= delta[:, None, :]
     ds = p * dp
     dv = add_dot(sums.dv, p_kept, do_low)

@@ -11,14 +11,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch.distributed as dist
 import tyro
 
-from megagraph.ablation import Part
+from megagraph import ablation
 from megagraph.cli.data import data
 from megagraph.cli.job import Job
 from megagraph.cli.planner import fit, profile, search
@@ -42,29 +42,39 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
     return Job(job, config.timeout)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What takes the place of a run's own."""
+
+    dataset: str | None = None
+    """Graph to read in place of the run's, as for megagraph train."""
+    root: Path | None = None
+    """Folder of the named data sets, in place of the run's."""
+    device: str | None = None
+    """In place of the run's."""
+
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 def predict(
     run: tyro.conf.Positional[Path],
     /,
     out: Path | None = None,
-    dataset: str | None = None,
-    root: Path | None = None,
-    device: str | None = None,
+    changes: tyro.conf.OmitArgPrefixes[Changes] = Changes(),
 ) -> Job:
     """Write class probabilities of every node of a graph, by default the one that the run was trained on.
 
     Args:
         run: run folder of ``megagraph train``.
         out: file to write, fp32 [V, classes] as .npy; default RUN/probabilities.npy.
-        dataset: graph to read in place of the run's, as for megagraph train.
-        root: folder of the named data sets, in place of the run's.
-        device: in place of the run's.
     """
 
     def job() -> None:
         from megagraph.evaluate import predict as predict_probabilities
 
         path = run / "probabilities.npy" if out is None else out
-        probabilities = predict_probabilities(run, out=path, **_given(dataset=dataset, root=root, device=device))
+        probabilities = predict_probabilities(run, out=path, **changes.given())
         print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
 
     return Job(job)
@@ -73,10 +83,8 @@ def predict(
 def evaluate(
     run: tyro.conf.Positional[Path],
     /,
-    ablate: tuple[Part, ...] = (),
-    dataset: str | None = None,
-    root: Path | None = None,
-    device: str | None = None,
+    ablate: tuple[ablation.Part, ...] = (),
+    changes: tyro.conf.OmitArgPrefixes[Changes] = Changes(),
 ) -> Job:
     """Print the accuracy of a run on the validation and test nodes of its split, and what its parts are worth.
 
@@ -85,23 +93,13 @@ def evaluate(
         ablate: parts to leave out, one at a time. bias: the learned part of the attention bias is zero; initial: it is
             as before training; features: those of all nodes are zero; super_nodes, global_token: nobody attends to
             super nodes, or to global tokens; samples: one sequence of a target in place of all.
-        dataset: graph to read in place of the run's, as for megagraph train.
-        root: folder of the named data sets, in place of the run's.
-        device: in place of the run's.
     """
 
     def job() -> None:
-        from megagraph import ablation
-
-        results = ablation.evaluate(run, ablate=ablate, **_given(dataset=dataset, root=root, device=device))
+        results = ablation.evaluate(run, ablate=ablate, **changes.given())
         print(json.dumps(results, indent=2))
 
     return Job(job)
-
-
-def _given(**flags: Any) -> dict[str, Any]:
-    """Those that were given."""
-    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _defaults() -> TrainConfig:

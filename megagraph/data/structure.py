@@ -75,11 +75,13 @@ class AdjacencyPowers:
         if scope not in ("auto", "graph", "batch"):
             raise ValueError(f"expected scope 'auto', 'graph' or 'batch', got {scope!r}")
         self.num_powers = num_powers
-        self._kept = -(-num_powers // 2)
-        self.bytes = 0.0 if scope == "batch" else _kept_bytes(adjacency, self._kept, most_bytes)
+        kept = -(-num_powers // 2)
+        self.bytes, counts = 0.0, None
+        if scope != "batch":
+            self.bytes, counts = _kept_bytes(adjacency, kept, most_bytes)
         if scope == "graph" and self.bytes > most_bytes:
             raise ValueError(
-                f"expected powers of the adjacency that fit into {most_bytes / 2**30:g} GiB, got 1 to {self._kept}, "
+                f"expected powers of the adjacency that fit into {most_bytes / 2**30:g} GiB, got 1 to {kept}, "
                 f"which take {self.bytes / 2**30:.1f} GiB for {num_powers} channels; raise --power-gib, take "
                 "--power-scope batch, or fewer --channels"
             )
@@ -88,7 +90,8 @@ class AdjacencyPowers:
         self.scope = scope
         if scope == "graph":
             matrix = normalized_adjacency(adjacency.adjacency) if isinstance(adjacency, Graph) else adjacency
-            self._table = _power_table(matrix, self._kept)
+            assert counts is not None
+            self._table = _power_table(matrix, kept, counts)
             return
         self._induced = InducedSubgraph(adjacency.indptr, adjacency.indices)
         self._values = self._scale = None
@@ -150,14 +153,15 @@ class AdjacencyPowers:
         return sp.csr_array((values, columns, starts), shape=(nodes.size, nodes.size)), loops[:, None]
 
 
-def _power_table(matrix: sp.csr_array, num_powers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row starts [V + 1, h], columns and values [h, entries] of powers 1..h, as ``traversal.powers`` has them."""
+def _power_table(
+    matrix: sp.csr_array, num_powers: int, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row starts [V + 1, h], columns and values [h, entries] of powers 1..h, as ``traversal.powers`` has them, from the
+    ``counts`` [V] of each row's entries."""
     from megagraph.data import traversal
 
     arrays = csr_arrays(matrix.indptr, matrix.indices)
-    num_nodes = matrix.shape[0]
-    counts = traversal.reach(np.arange(num_nodes), *arrays, num_powers)
-    starts = np.zeros((num_nodes + 1, num_powers), np.int64)
+    starts = np.zeros((len(counts) + 1, num_powers), np.int64)
     starts[1:, 0] = counts.cumsum()
     columns = np.empty(starts[-1, 0], np.int32)
     values = np.empty((num_powers, len(columns)), np.float32)
@@ -169,20 +173,22 @@ def _power_table(matrix: sp.csr_array, num_powers: int) -> tuple[np.ndarray, np.
     return starts, columns, values
 
 
-def _kept_bytes(adjacency: Graph | sp.csr_array, num_powers: int, most_bytes: float) -> float:
-    """Of powers 1..h in the pattern of A~^h: by all its entries, unless an estimate is far above ``most_bytes``."""
+def _kept_bytes(adjacency: Graph | sp.csr_array, num_powers: int, most_bytes: float) -> tuple[float, np.ndarray | None]:
+    """Of powers 1..h in the pattern of A~^h, and the entries of its rows [V]; no entries, where less than all of them
+    tells that the bytes are above ``most_bytes``."""
     from megagraph.data import traversal
 
     of_entry = 4 * (1 + num_powers)
     num_nodes = len(adjacency.indptr) - 1
     if (least := of_entry * len(adjacency.indices)) > most_bytes:
-        return float(least)
+        return float(least), None
     arrays = csr_arrays(adjacency.indptr, adjacency.indices)
     some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
     estimate = of_entry * num_nodes * float(traversal.reach(some, *arrays, num_powers).mean())
     if estimate > 4 * most_bytes:
-        return estimate
-    return of_entry * float(traversal.reach(np.arange(num_nodes), *arrays, num_powers).sum())
+        return estimate, None
+    counts = traversal.reach(np.arange(num_nodes), *arrays, num_powers)
+    return of_entry * float(counts.sum()), counts
 
 
 def _first_occurrence(nodes: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from megagraph.attention.layout import NodeLayout
 from megagraph.data import structure, traversal
 from megagraph.data.coarsen import coarsen, normalized_adjacency, partition
-from megagraph.data.datasets import synthetic_graph
+from megagraph.data.datasets import load_graph, synthetic_graph
 from megagraph.data.structure import (
     AdjacencyPowers,
     BiasChannels,
@@ -256,6 +256,23 @@ def test_powers_of_a_graph_are_exact(num_powers):
         want = power[nodes[:, 7:33, None], nodes[:, None]]
         want[(nodes[:, 7:33, None] < 0) | (nodes[:, None] < 0)] = 0
         np.testing.assert_allclose(got[:, channel], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("dataset", ["pubmed", pytest.param("computers", marks=pytest.mark.slow)])
+def test_powers_of_real_graphs_are_exact(data_root, dataset):
+    graph = load_graph(dataset, data_root)
+    powers = AdjacencyPowers(graph, 6)
+    assert powers.scope == "graph"
+    matrix = normalized_adjacency(graph.adjacency).astype(np.float64)
+    nodes = np.random.default_rng(0).integers(0, graph.num_nodes, (1, 64))
+    for slot in range(1, 40):  # a walk, so that there are near nodes
+        nodes[0, slot] = matrix.indices[matrix.indptr[nodes[0, slot - 1]]]
+    got = powers(nodes, range(64))[0]
+    power = np.zeros((graph.num_nodes, 64))
+    power[nodes[0], np.arange(64)] = 1
+    for channel in got:
+        power = matrix @ power
+        np.testing.assert_allclose(channel, power[nodes[0]].T, atol=1e-6)
 
 
 def test_threads_share_the_sequences_of_a_batch(monkeypatch):
