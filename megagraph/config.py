@@ -39,11 +39,13 @@ class TrainConfig:
     """How to train; every field is a flag of ``megagraph train``."""
 
     dataset: str = "synthetic"
-    """synthetic, citeseer, cora, pubmed, computers, reddit, reddit2, ogbn-arxiv, ogbn-products, FILE.npz or a store."""
+    """synthetic, citeseer, cora, pubmed, dblp, computers, photo, cs, physics, actor, chameleon, squirrel, roman-empire,
+    amazon-ratings, minesweeper, tolokers, questions, reddit, reddit2, ogbn-arxiv, ogbn-products, a FILE.npz or the
+    folder of a store."""
     root: Path | None = None
     """Folder of the named data sets; what is missing there is downloaded."""
     split: Literal["random", "public"] = "random"
-    """random: 60/20/20 of the labelled nodes by seed; public: the data set's own."""
+    """random: 60/20/20 of the labelled nodes by seed; public: the data set's own, of several one by seed."""
     out: Path | None = None
     """Run folder to create; default runs/DATASET-DATE-TIME."""
     resume: Path | None = None

@@ -71,7 +71,7 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
     if data is None:
         graph = load_graph(config.dataset, config.root, seed=config.seed)
     else:
-        graph = data if isinstance(data, Graph) else Graph.from_data(data)
+        graph = data if isinstance(data, Graph) else Graph.from_data(data, seed=config.seed)
     if config.embedding == "features" and graph.in_features == 0:
         raise ValueError("expected nodes with features, got none; add some, or pass --embedding learned")
     return graph

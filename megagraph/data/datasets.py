@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,25 +15,15 @@ from megagraph.data.store import open_store
 _CLASS_SIGNAL = 1.2  # synthetic class means: distance from the origin, in standard deviations of one feature
 
 
-def _planetoid(root: Path, name: str) -> Graph:
-    from torch_geometric.datasets import Planetoid
-
-    return Graph.from_data(Planetoid(str(root), name)[0], name.lower())
-
-
-def _amazon(root: Path, name: str) -> Graph:
-    from torch_geometric.datasets import Amazon
-
-    return Graph.from_data(Amazon(str(root), name)[0], name.lower())
-
-
-def _reddit(root: Path, name: str) -> Graph:
+def _pyg(kind: str, root: Path, name: str, seed: int) -> Graph:
+    """A data set of torch_geometric; a class without ``name`` is one data set, and takes its folder."""
     from torch_geometric import datasets
 
-    return Graph.from_data(getattr(datasets, name)(str(root / name))[0], name.lower())
+    data = getattr(datasets, kind)(*([str(root / name)] if kind == name else [str(root), name]))[0]
+    return Graph.from_data(data, name.lower(), seed)
 
 
-def _ogb(root: Path, name: str) -> Graph:
+def _ogb(root: Path, name: str, seed: int) -> Graph:
     try:
         from ogb.nodeproppred import NodePropPredDataset
     except ImportError as error:
@@ -52,24 +41,42 @@ def _ogb(root: Path, name: str) -> Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """How a named data set is read, its name there, and the raw files it is read from."""
+    """How a named data set is read (a class of torch_geometric, or ogb), its name there, and its raw files."""
 
-    load: Callable[[Path, str], Graph]
+    kind: str
     name: str
     raw: str
 
+    def load(self, root: Path, seed: int) -> Graph:
+        return _ogb(root, self.name, seed) if self.kind == "ogb" else _pyg(self.kind, root, self.name, seed)
+
 
 _PLANETOID_RAW = "{0}/raw/ind.{1}.x, .tx, .allx, .y, .ty, .ally, .graph and .test.index"
+_HETEROPHILOUS = ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions")
+_GEOM_RAW = "{0}/raw/out1_node_feature_label.txt, out1_graph_edges.txt and {1}_split_0.6_0.2_0.npz to _9.npz"
 _OGB_RAW = "{0}/raw and {0}/split as unpacked from the OGB archive"
 _SOURCES = {
-    "citeseer": _Source(_planetoid, "CiteSeer", _PLANETOID_RAW.format("CiteSeer", "citeseer")),
-    "cora": _Source(_planetoid, "Cora", _PLANETOID_RAW.format("Cora", "cora")),
-    "pubmed": _Source(_planetoid, "PubMed", _PLANETOID_RAW.format("PubMed", "pubmed")),
-    "computers": _Source(_amazon, "Computers", "Computers/raw/amazon_electronics_computers.npz"),
-    "reddit": _Source(_reddit, "Reddit", "Reddit/raw/reddit_data.npz and reddit_graph.npz"),
-    "reddit2": _Source(_reddit, "Reddit2", "Reddit2/raw/adj_full.npz, feats.npy, class_map.json and role.json"),
-    "ogbn-arxiv": _Source(_ogb, "ogbn-arxiv", _OGB_RAW.format("ogbn_arxiv")),
-    "ogbn-products": _Source(_ogb, "ogbn-products", _OGB_RAW.format("ogbn_products")),
+    "citeseer": _Source("Planetoid", "CiteSeer", _PLANETOID_RAW.format("CiteSeer", "citeseer")),
+    "cora": _Source("Planetoid", "Cora", _PLANETOID_RAW.format("Cora", "cora")),
+    "pubmed": _Source("Planetoid", "PubMed", _PLANETOID_RAW.format("PubMed", "pubmed")),
+    "dblp": _Source("CitationFull", "DBLP", "dblp/raw/dblp.npz"),
+    "computers": _Source("Amazon", "Computers", "Computers/raw/amazon_electronics_computers.npz"),
+    "photo": _Source("Amazon", "Photo", "Photo/raw/amazon_electronics_photo.npz"),
+    "cs": _Source("Coauthor", "CS", "CS/raw/ms_academic_cs.npz"),
+    "physics": _Source("Coauthor", "Physics", "Physics/raw/ms_academic_phy.npz"),
+    "actor": _Source("Actor", "Actor", _GEOM_RAW.format("Actor", "film")),
+    "chameleon": _Source("WikipediaNetwork", "chameleon", _GEOM_RAW.format("chameleon/geom_gcn", "chameleon")),
+    "squirrel": _Source("WikipediaNetwork", "squirrel", _GEOM_RAW.format("squirrel/geom_gcn", "squirrel")),
+    **{
+        name.lower(): _Source(
+            "HeterophilousGraphDataset", name, "{0}/raw/{0}.npz".format(name.lower().replace("-", "_"))
+        )
+        for name in _HETEROPHILOUS
+    },
+    "reddit": _Source("Reddit", "Reddit", "Reddit/raw/reddit_data.npz and reddit_graph.npz"),
+    "reddit2": _Source("Reddit2", "Reddit2", "Reddit2/raw/adj_full.npz, feats.npy, class_map.json and role.json"),
+    "ogbn-arxiv": _Source("ogb", "ogbn-arxiv", _OGB_RAW.format("ogbn_arxiv")),
+    "ogbn-products": _Source("ogb", "ogbn-products", _OGB_RAW.format("ogbn_products")),
 }
 
 
@@ -80,7 +87,7 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
         dataset: "synthetic", a name of the list above, a path that ends in ``.npz``, or the folder of a store.
         root: folder of the named data sets. Raw files found there are used, others are downloaded by PyG or
             ogb, which also write a ``processed`` folder beside ``raw``.
-        seed: of the synthetic graph.
+        seed: of the synthetic graph; of a data set with several splits of its own (ten, mostly), which one.
 
     Raises:
         FileNotFoundError, ValueError: no such data, or some that is damaged; names the file.
@@ -99,7 +106,7 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     if root is None:
         raise ValueError(f"expected a folder for {dataset}, got none; name it with --root")
     try:
-        return source.load(Path(root), source.name)
+        return source.load(Path(root), seed)
     except (ImportError, ValueError):
         raise
     except Exception as error:  # whatever the downloading library raises

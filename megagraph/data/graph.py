@@ -137,15 +137,16 @@ class Graph:
         return digest.hexdigest()
 
     @classmethod
-    def from_data(cls, data: Any, name: str = "graph") -> Graph:
+    def from_data(cls, data: Any, name: str = "graph", seed: int = 0) -> Graph:
         """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
 
         Args:
             data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and ``y`` [V] or [V, 1] integer tensors;
-                optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] (of several splits as columns, the
-                first). Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
+                optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n]. Or (graph,
+                labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
                 Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
                 refused, and so are several labels a node.
+            seed: takes split number ``seed`` modulo n.
         """
         if isinstance(data, tuple):
             graph, labels = data
@@ -157,7 +158,9 @@ class Graph:
         masks = [_attribute(data, f"{part}_mask") for part in PARTS if hasattr(data, f"{part}_mask")]
         split = None
         if len(masks) == len(PARTS):
-            split = Split(*(np.flatnonzero(mask if mask.ndim == 1 else mask[:, 0]) for mask in masks))
+            split = Split(
+                *(np.flatnonzero(mask if mask.ndim == 1 else mask[:, seed % mask.shape[1]]) for mask in masks)
+            )
         return cls.from_arrays(name, x, edge_index, y, split)
 
     @classmethod

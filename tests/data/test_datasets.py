@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from megagraph.data.datasets import load_graph, synthetic_graph
-from megagraph.data.graph import Graph, Split, random_split
+from megagraph.data.datasets import _SOURCES, load_graph, synthetic_graph
+from megagraph.data.graph import PARTS, Graph, Split, random_split
 from tests.data.graphs import make_graph, random_graphs
 
 
@@ -46,6 +46,35 @@ def test_masks_become_the_split_and_columns_of_labels_are_squeezed():
     graph = Graph.from_data(data(y=torch.tensor([[0], [1], [1], [0]]), **masks))
     assert [part.tolist() for part in (graph.split.train, graph.split.val, graph.split.test)] == [[0], [1], [2]]
     assert graph.labels.tolist() == [0, 1, 1, 0]
+
+
+def test_the_seed_takes_one_of_several_splits():
+    masks = {f"{part}_mask": torch.arange(4)[:, None] == torch.arange(3) + i for i, part in enumerate(PARTS)}
+    masks["test_mask"] = torch.arange(4) == 3
+    splits = [Graph.from_data(data(**masks), seed=seed).split for seed in range(4)]
+    assert [split.train.tolist() for split in splits] == [[0], [1], [2], [0]]
+    assert [split.val.tolist() for split in splits] == [[1], [2], [3], [1]]
+    assert all(split.test.tolist() == [3] for split in splits)
+
+
+def test_every_name_is_a_data_set_of_its_library(tmp_path, monkeypatch):
+    """Each class is asked for the raw files that the error names."""
+    from torch_geometric import datasets
+    from torch_geometric.data import InMemoryDataset
+
+    def download(self):
+        raise TimeoutError([str(Path(path).relative_to(tmp_path)) for path in self.raw_paths])
+
+    monkeypatch.setattr(InMemoryDataset, "_download", download)
+    names = [name for name, source in _SOURCES.items() if source.kind != "ogb"]
+    assert len(names) == len(_SOURCES) - 2
+    for name in names:
+        source = _SOURCES[name]
+        assert hasattr(datasets, source.kind)
+        with pytest.raises(OSError, match="could not read or download") as error:
+            load_graph(name, tmp_path)
+        folder, first = source.raw.split(" ")[0].rstrip(",").rsplit("/", 1)
+        assert any(path.startswith(f"{folder}/{first}") for path in error.value.__cause__.args[0]), name
 
 
 def test_from_data_takes_a_pyg_data():
@@ -186,6 +215,7 @@ def test_ogb_is_asked_for_by_name(monkeypatch):
         ("cora", 2708, 10556, 1433, 7, 140),
         ("citeseer", 3327, 9104, 3703, 6, 120),
         ("computers", 13752, 491722, 767, 10, None),
+        ("tolokers", 11758, 1038000, 10, 2, 5879),
         ("wordnet30/raw/wordnet30.npz", 117659, 367578, 512, 45, None),
     ],
 )
