@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
-from megagraph.evaluate import accuracy, batches, choose_split, class_probabilities, make_loader, open_run
+from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, measures, open_run
 from megagraph.models.transformer import is_bias
 from megagraph.parallel.mesh import on_rank_zero
 from megagraph.parallel.pipeline import Pipeline
@@ -38,8 +38,8 @@ def evaluate(
         data, changes: as for ``predict``.
 
     Returns:
-        "whole" and each part: val_accuracy, test_accuracy and, of a part, changed_classes: the share of these nodes
-        whose most probable class is another one without it.
+        "whole" and each part: val_accuracy, test_accuracy, for two classes val_roc_auc and test_roc_auc, and, of a
+        part, changed_classes: the share of these nodes whose most probable class is another one without it.
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
@@ -62,11 +62,11 @@ def evaluate(
     loader = make_loader(config, builder, nodes)
     whole = class_probabilities(opened.pipeline, loader)
 
-    def accuracies(probabilities: np.ndarray) -> dict[str, float]:
-        parts = {"val_accuracy": split.val, "test_accuracy": split.test}
-        return {name: accuracy(probabilities, graph.labels, part) for name, part in parts.items()}
+    def measured(probabilities: np.ndarray) -> dict[str, float]:
+        values = measures(probabilities, graph.labels, split)
+        return {name: value for name, value in values.items() if isinstance(value, float)}
 
-    results = {"whole": accuracies(whole)}
+    results = {"whole": measured(whole)}
     for part in ablate:
         if part == "samples":
             fewer = copy.copy(builder)
@@ -76,7 +76,7 @@ def evaluate(
             with _without(opened.pipeline, part) as change:
                 probabilities = class_probabilities(opened.pipeline, loader, change=change)
         changed = (probabilities.argmax(axis=1) != whole.argmax(axis=1))[nodes]
-        results[part] = accuracies(probabilities) | {"changed_classes": float(changed.mean())}
+        results[part] = measured(probabilities) | {"changed_classes": float(changed.mean())}
     return results
 
 

@@ -122,6 +122,8 @@ class TrainConfig:
     """Rate of the learned part of a bias, as a multiple of the learning rate; it has no weight decay. 0: it stays."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
+    metric: Literal["accuracy", "roc_auc"] = "accuracy"
+    """By which of the two on the validation nodes the best epoch is chosen; roc_auc is for two classes."""
     seed: int = 0
     dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
     """bf16: mixed precision, weights stay in fp32."""

@@ -8,8 +8,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator
 from functools import partial
-from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -26,9 +25,9 @@ from megagraph.data.batch import Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import (
-    accuracy,
     class_probabilities,
     make_loader,
+    measures,
 )
 from megagraph.models.transformer import GraphTransformer, is_bias
 from megagraph.parallel.embedding import NodeTable
@@ -197,10 +196,12 @@ class Epochs:
 
     def results(self) -> dict[str, Any]:
         """What a summary says of them; test accuracy is that of the best validation epoch."""
-        best = max(self.history, key=itemgetter("val_accuracy"))  # the first of equals
+        best = max(self.history, key=self._score)  # the first of equals
         return {
             "test_accuracy": best["test_accuracy"],
             "best_val_accuracy": best["val_accuracy"],
+            "test_roc_auc": best["test_roc_auc"],
+            "best_val_roc_auc": best["val_roc_auc"],
             "best_epoch": best["epoch"],
             "epochs": len(self.history),
             "steps": self.step,
@@ -209,6 +210,10 @@ class Epochs:
             "evaluation_seconds": float(np.median([epoch["evaluation_seconds"] for epoch in self.history])),
             "measured_step_seconds": float(np.median(self.step_seconds)) if self.step_seconds else 0.0,
         }
+
+    def _score(self, line: EpochLine, part: str = "val") -> float:
+        """By what the best epoch is chosen."""
+        return cast(dict[str, float], line)[f"{part}_{self.config.metric}"]
 
     def begin(self, state: State) -> None:
         """Go back to a checkpoint, or write the first one."""
@@ -310,24 +315,23 @@ class Epochs:
                 "go on from an earlier checkpoint with a lower --learning-rate"
             )
         self.classes = probabilities.argmax(axis=1)
-        val, test = (accuracy(probabilities, self.graph.labels, n) for n in (self.split.val, self.split.test))
+        measured = measures(probabilities, self.graph.labels, self.split)
         losses = [loss for loss in self.losses if not math.isnan(loss)]
         line: EpochLine = {
             "epoch": self.epoch,
             "loss": float(np.mean(losses)) if losses else None,
             "skipped_steps": len(self.losses) - len(losses),
-            "val_accuracy": val,
-            "test_accuracy": test,
+            **measured,
             "train_seconds": trained - started,
             "evaluation_seconds": time.perf_counter() - trained,
         }
         if self.run_folder.writes:
             print(
                 f"epoch {self.epoch:3d}  loss {np.mean(losses) if losses else np.nan:.4f}  "
-                f"validation {val:.4f}  test {test:.4f}",
+                f"validation {self._score(line):.4f}  test {self._score(line, 'test'):.4f}",
                 file=sys.stderr,
             )
-        if all(val > before["val_accuracy"] for before in self.history):
+        if all(self._score(line) > self._score(before) for before in self.history):
             phase("save")
             self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
         self.run_folder.log(**line)

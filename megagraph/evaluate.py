@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import mannwhitneyu
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,7 +30,7 @@ from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
-from megagraph.run import Run
+from megagraph.run import Measures, Run
 from megagraph.weights import fill
 
 
@@ -81,7 +82,7 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     """The split that the configuration asks for.
 
     Raises:
-        ValueError: the data set has no split of its own, or a part is empty.
+        ValueError: the data set has no split of its own, a part is empty, or does not suit the metric.
     """
     if config.split == "random":
         split = random_split(graph.labels, config.seed)
@@ -92,6 +93,12 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     for name in ("train", "val", "test"):
         if len(getattr(split, name)) == 0:
             raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
+        present = len(np.unique(graph.labels[getattr(split, name)]))
+        if config.metric == "roc_auc" and not present == graph.num_classes == 2:
+            raise ValueError(
+                "metric must be accuracy unless there are two classes, both of them in every part of the split; "
+                f"{graph.name} has {graph.num_classes}, and {present} of them in the {name} part"
+            )
     return split
 
 
@@ -142,6 +149,29 @@ def _mean(votes: np.ndarray) -> np.ndarray:
 def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float:
     """Part of ``nodes`` whose most probable class is the label."""
     return float((probabilities[nodes].argmax(axis=1) == labels[nodes]).mean())
+
+
+def roc_auc(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float | None:
+    """How often one of ``nodes`` of class 1 gets more of that class than one of class 0, equal ones counted by half.
+
+    ``None`` where that cannot be said: other numbers of classes, or only one of them among the nodes.
+    """
+    scores, positive = probabilities[nodes, -1].astype(np.float64), labels[nodes] == 1
+    if probabilities.shape[1] != 2 or positive.all() or not positive.any():
+        return None
+    wins = mannwhitneyu(scores[positive], scores[~positive], method="asymptotic").statistic
+    return float(wins / (positive.sum() * (~positive).sum()))
+
+
+def measures(probabilities: np.ndarray, labels: np.ndarray, split: Split) -> Measures:
+    """Of predictions fp32 [V, classes]."""
+    val, test = (probabilities, labels, split.val), (probabilities, labels, split.test)
+    return {
+        "val_accuracy": accuracy(*val),
+        "test_accuracy": accuracy(*test),
+        "val_roc_auc": roc_auc(*val),
+        "test_roc_auc": roc_auc(*test),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,14 +60,21 @@ class StepLine(TypedDict):
     stall_seconds: float
 
 
-class EpochLine(TypedDict):
+class Measures(TypedDict):
+    """How good an evaluation was, on the validation and test nodes; no ROC AUC where there are not two classes."""
+
+    val_accuracy: float
+    test_accuracy: float
+    val_roc_auc: float | None
+    test_roc_auc: float | None
+
+
+class EpochLine(Measures):
     """What metrics.jsonl says of an epoch, after its steps; no loss where all of them were skipped."""
 
     epoch: int
     loss: float | None
     skipped_steps: int
-    val_accuracy: float
-    test_accuracy: float
     train_seconds: float
     evaluation_seconds: float
 
@@ -164,6 +171,7 @@ class Run:
                 raise FileExistsError(
                     f"{folder / name} is a link, and nothing is written through links; pass another --out"
                 )
+        others = set(files.others(folder, ("lock", _MARKING)))  # first: another start may be making a run of it
         ours = (folder / "run.json").is_file()
         if ours and config.resume is not None:
             return
@@ -172,9 +180,9 @@ class Run:
             raise FileExistsError(
                 f"{folder} holds a run already; pass another --out, or remove it, or go on with it by --resume auto"
             )
-        if others := files.others(folder, (*_BEFORE_THE_FIRST_STEP, _MARKING) if ours else ("lock", _MARKING)):
+        if others := others - set(_BEFORE_THE_FIRST_STEP if ours else ()):
             raise FileExistsError(
-                f"{folder} holds files that are none of ours: {_some(others)}; "
+                f"{folder} holds files that are none of ours: {_some(sorted(others))}; "
                 "pass another --out, a new or empty folder"
             )
 

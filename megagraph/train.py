@@ -51,7 +51,7 @@ from megagraph.weights import fill, read_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a run; test accuracy is that of the best validation epoch."""
+    """The result of a run; what is said of validation and test nodes is that of the best validation epoch."""
 
     run: str
     test_accuracy: float
@@ -73,6 +73,8 @@ class Summary:
     bias_correlation: float | None = None
     bias_norm: float | None = None
     bias_start_norm: float | None = None
+    test_roc_auc: float | None = None  # of two classes
+    best_val_roc_auc: float | None = None
     predicted_step_seconds: float | None = None  # by --plan auto
     predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
     power_scope: str | None = None  # of the adjacency powers of a projected bias

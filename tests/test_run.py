@@ -117,7 +117,15 @@ def test_a_folder_in_which_nothing_was_trained_is_taken_again(tmp_path):
 
 STEP = dict(step=0, loss=1.0, learning_rate=0.1, gradient_norm=None, step_seconds=1, stall_seconds=0.0)
 EPOCH = dict(
-    epoch=0, loss=None, skipped_steps=0, val_accuracy=0.5, test_accuracy=0.5, train_seconds=1.0, evaluation_seconds=1.0
+    epoch=0,
+    loss=None,
+    skipped_steps=0,
+    val_accuracy=0.5,
+    test_accuracy=0.5,
+    val_roc_auc=None,
+    test_roc_auc=0.5,
+    train_seconds=1.0,
+    evaluation_seconds=1.0,
 )
 BAD_LINES = {
     "a list": STEP | dict(loss=[]),
@@ -461,6 +469,21 @@ def test_two_starts_at_once_one_runs_and_one_is_told(tmp_path, flags):
     assert steps == list(range(len(steps)))
     assert "holds a run already" in refused.stderr and "Traceback" not in refused.stderr
     assert not (tmp_path / "run/lock").exists()
+
+
+def test_a_run_that_another_start_makes_meanwhile_is_not_a_file_of_others(tmp_path, monkeypatch):
+    with stop_at(3):
+        mg.Trainer(config(tmp_path / "theirs")).fit(graph())
+    (tmp_path / "run").mkdir()
+    listed = files.others
+
+    def make_and_list(folder, ours):
+        shutil.copytree(tmp_path / "theirs", tmp_path / "run", dirs_exist_ok=True)
+        return listed(folder, ours)
+
+    monkeypatch.setattr(files, "others", make_and_list)
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        mg.Trainer(config(tmp_path / "run")).fit(graph())
 
 
 def wait_for(path: Path, lines: int, process: Command) -> None:

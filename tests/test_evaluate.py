@@ -1,0 +1,58 @@
+"""How good predictions are said to be."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megagraph as mg
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import Graph
+from megagraph.evaluate import choose_split, roc_auc
+
+SMALL = dict(layers=1, dim=8, ffn_dim=8, heads=2, samples=1, sample_nodes=4, channels=2, epochs=6, batch_size=32)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30))
+def test_roc_auc_is_the_share_of_pairs_in_the_right_order(nodes):
+    scores, positive = (np.array(x) for x in zip(*nodes, strict=True))
+    probabilities = np.stack([1 - scores / 5, scores / 5], axis=1).astype(np.float32)
+    pairs = [(p > n) + 0.5 * (p == n) for p in scores[positive] for n in scores[~positive]]
+    found = roc_auc(probabilities, positive.astype(np.int64), np.arange(len(nodes)))
+    assert found == (pytest.approx(np.mean(pairs)) if pairs else None)
+
+
+def test_roc_auc_is_of_the_nodes_asked_for_and_of_two_classes():
+    probabilities, labels = np.array([[0.9, 0.1], [0.2, 0.8], [0.1, 0.9]], np.float32), np.array([0, 1, 0])
+    assert roc_auc(probabilities, labels, np.array([0, 1])) == 1.0
+    assert roc_auc(probabilities, labels, np.array([1, 2])) == 0.0
+    assert roc_auc(np.ones((3, 3), np.float32), labels, np.arange(3)) is None
+
+
+def test_the_metric_chooses_the_best_epoch(tmp_path):
+    graph = synthetic_graph(num_nodes=300, num_classes=2, in_features=8, seed=2)
+    summaries = {}
+    for metric in ("accuracy", "roc_auc"):
+        config = mg.TrainConfig(metric=metric, out=tmp_path / metric, learning_rate=0.02, **SMALL)
+        summary = summaries[metric] = mg.Trainer(config).fit(graph)
+        lines = [json.loads(line) for line in (tmp_path / metric / "metrics.jsonl").read_text().splitlines()]
+        best = max((line for line in lines if "epoch" in line), key=lambda line: line[f"val_{metric}"])
+        assert summary.best_epoch == best["epoch"]
+        assert summary.test_roc_auc == best["test_roc_auc"] and summary.test_accuracy == best["test_accuracy"]
+        assert summary.best_val_roc_auc == best["val_roc_auc"] > 0.5
+    assert summaries["accuracy"].best_epoch != summaries["roc_auc"].best_epoch  # else this test sees nothing
+
+
+def test_a_metric_that_cannot_be_is_refused(tmp_path):
+    config = mg.TrainConfig(metric="roc_auc", out=tmp_path / "run")
+    three = synthetic_graph(num_nodes=60, num_classes=3)
+    message = "metric must be accuracy unless .* synthetic has 3, and 3 of them in the train part"
+    with pytest.raises(ValueError, match=message):
+        mg.Trainer(config).fit(three)
+    labels = np.zeros(60, np.int64)
+    labels[choose_split(three, mg.TrainConfig()).train[0]] = 1
+    edges = np.stack([np.arange(59), np.arange(1, 60)])
+    with pytest.raises(ValueError, match="test has 2, and 1 of them in the val part"):
+        choose_split(Graph.from_arrays("test", np.ones((60, 1)), edges, labels), config)
