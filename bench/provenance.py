@@ -23,3 +23,12 @@ def write_rows(name: str, rows: list[dict[str, Any]], folder: str | None = None)
     origin = provenance()
     path.write_text(json.dumps([row | origin for row in rows], indent=1) + "\n")
     return path
+
+
+def append_row(name: str, row: dict[str, Any]) -> None:
+    """Add a row to bench/results/cpu/NAME.jsonl, with its provenance; several processes may do so at once."""
+    path = RESULTS / "cpu" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(row | provenance()) + "\n"
+    with path.open("a") as file:
+        file.write(line)

@@ -25,8 +25,7 @@ import torch
 import tyro
 
 import megagraph as mg
-from bench.paper.accuracy import ANS_GT
-from bench.paper.epoch_time import BATCH_SIZE, EPOCHS, SEED, WARMUP_STEPS, Contender
+from bench.paper.epoch_time import ANS_GT, BATCH_SIZE, EPOCHS, SEED, WARMUP_STEPS, Contender
 from bench.provenance import write_rows
 from megagraph.attention import engines, reuse
 from megagraph.config import TrainConfig

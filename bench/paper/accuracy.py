@@ -1,118 +1,299 @@
-"""Test accuracy on real graphs: HierarchicalGT in ANS-GT's configuration beside a 2-layer GCN, same splits.
+"""Accuracy on real graphs, all systems tuned alike: ours with and without structure in its bias, Graphormer, GCN,
+GraphSAGE, GAT, SGFormer, Polynormer.
 
-    python -m bench.paper.accuracy --dataset citeseer --root DATA [--model gcn]
+    python -m bench.paper.accuracy plan                             # what is to be trained, and the hours it may take
+    python -m bench.paper.accuracy run --root DATA [--minutes 20]   # trains what has no row yet, and stops in time
+    python -m bench.paper.accuracy table                            # from the rows
 
-Fixed: random 60/20/20 split by seed, seeds 0..4, 4 layers, d = ffn = 128, 8 heads, 14 sampled nodes + super node +
-global token (N = 17), 8 samples per node. The settings below were chosen on the validation nodes of seeds 0 and 1
-(Computers: seed 0); the test accuracy is that of the best validation epoch.
+Every system has six trials on each of four graphs (``bench/paper/trials.py``), and the same CPU seconds a training. The
+trial with the best validation nodes of seed 0 is then trained on other seeds, whose test nodes are reported. A graph
+that nobody tuned on takes, for every system, the settings of the tuned one nearest to it (``likeness``). A row is one
+training, in bench/results/cpu/accuracy/SET.jsonl. Several processes may run at once, each with its own ``--part``.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import tyro
 
-from bench.provenance import write_rows
+from bench.paper.baselines import train
+from bench.paper.trials import BASELINES, OURS, SETS, TRIALS, TUNING_SEED, of_name, path_of
+from bench.provenance import RESULTS, append_row
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
-from megagraph.data.graph import Graph
-from megagraph.evaluate import choose_split
+from megagraph.data.graph import Graph, Split
+from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run, roc_auc
 from megagraph.train import Trainer
 
-Dtype = Literal["fp32", "bf16"]
-SEEDS = (0, 1, 2, 3, 4)
-ANS_GT = dict(layers=4, dim=128, ffn_dim=128, heads=8, sample_nodes=14, samples=8, global_tokens=1, channels=6)
-PLANETOID = dict(epochs=4, learning_rate=5e-4, weight_decay=0.1, dropout=0.5, input_dropout=0.5)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "citeseer": PLANETOID,
-    "cora": PLANETOID,
-    "computers": dict(epochs=5, learning_rate=1e-3, weight_decay=0.01, dropout=0.1, input_dropout=0.1, batch_size=64),
-}
+FOLDER = "accuracy"
+RESAMPLES = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class GCNSettings:
-    hidden: int
-    dropout: float
-    learning_rate: float = 0.01
-    weight_decay: float = 5e-4
-    epochs: int = 200
+@dataclass(frozen=True)
+class Piece:
+    """One training: a trial of tuning (seed 0), or a seed of the report."""
+
+    set: str
+    system: str
+    trial: int | None
+    seed: int
+
+    def is_of(self, row: dict[str, Any]) -> bool:
+        return (row["set"], row["system"], row["trial"], row["seed"]) == (self.set, self.system, self.trial, self.seed)
 
 
-GCN: dict[str, GCNSettings] = {
-    "citeseer": GCNSettings(hidden=64, dropout=0.5),
-    "cora": GCNSettings(hidden=64, dropout=0.5),
-    "computers": GCNSettings(hidden=256, dropout=0.5, weight_decay=0.0),
-}
+def pieces(name: str) -> list[Piece]:
+    """All of a set, tuning first. Graphormer has no trials of its own: it takes our settings."""
+    chosen = of_name(name)
+    tuned = [system for system in chosen.systems if chosen.tuned and system in TRIALS]
+    trials = [Piece(name, system, trial, TUNING_SEED) for system in tuned for trial in range(len(TRIALS[system]))]
+    seeds = range(TUNING_SEED + 1, TUNING_SEED + 1 + chosen.seeds)
+    return trials + [Piece(name, system, None, seed) for system in chosen.systems for seed in seeds]
 
 
-def hierarchical(graph: Graph, dataset: str, root: Path, seed: int, dtype: Dtype) -> dict[str, Any]:
-    """One run of HierarchicalGT."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        config = TrainConfig(dataset=dataset, root=root, seed=seed, dtype=dtype, out=out, **ANS_GT, **SETTINGS[dataset])
-        summary = asdict(Trainer(config).fit(graph))
-    del summary["run"]  # a folder that is gone
-    return summary
+def rows_of(name: str) -> list[dict[str, Any]]:
+    path = RESULTS / "cpu" / FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def gcn(graph: Graph, dataset: str, root: Path, seed: int, dtype: Dtype) -> dict[str, Any]:
-    """One run of a 2-layer GCN (Kipf & Welling, 2017) on the whole graph, on the CPU."""
-    from torch_geometric.nn.models import GCN as GCNModel
-    from torch_geometric.utils import to_torch_csr_tensor
+@cache
+def graph_of(name: str, root: Path, seed: int) -> tuple[Graph, Split]:
+    """A set and its split number ``seed``."""
+    chosen = of_name(name)
+    dataset = path_of(chosen.dataset, root)
+    graph = load_graph(dataset, root, seed)
+    return graph, choose_split(graph, TrainConfig(dataset=dataset, root=root, seed=seed, split=chosen.split))
 
-    if dtype != "fp32":
-        raise ValueError(f"the GCN trains in fp32, got {dtype}")
-    settings = GCN[dataset]
-    split = choose_split(graph, TrainConfig(dataset=dataset, root=root, seed=seed))
-    torch.manual_seed(seed)
-    model = GCNModel(graph.in_features, settings.hidden, 2, graph.num_classes, dropout=settings.dropout, cached=True)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+
+def likeness(name: str, root: Path) -> np.ndarray:
+    """What graphs are compared by: log10 of nodes and of mean degree, and twice the adjusted homophily.
+
+    Homophily (Platonov et al., 2023) is that of the edges between training nodes of the tuning seed.
+    """
+    graph, split = graph_of(name, root, TUNING_SEED)
+    known = np.zeros(graph.num_nodes, bool)
+    known[split.train] = True
     edges = graph.adjacency.tocoo()
-    edge_index = torch.from_numpy(np.stack([edges.row, edges.col]).astype(np.int64))
-    adjacency = to_torch_csr_tensor(edge_index, size=(graph.num_nodes, graph.num_nodes))
-    x, labels = torch.from_numpy(graph.features), torch.from_numpy(graph.labels)
-    best: dict[str, Any] = {"best_val_accuracy": -1.0}
-    for epoch in range(settings.epochs):
-        model.train()
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x, adjacency)[split.train], labels[split.train]).backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            correct = (model(x, adjacency).argmax(dim=1) == labels).double()
-        val = correct[split.val].mean().item()
-        if val > best["best_val_accuracy"]:
-            best = {"best_val_accuracy": val, "test_accuracy": correct[split.test].mean().item(), "best_epoch": epoch}
-    return best
+    inside = known[edges.row] & known[edges.col]
+    ends = graph.labels[edges.row[inside]], graph.labels[edges.col[inside]]
+    expected = np.square(np.bincount(ends[0], minlength=graph.num_classes) / max(len(ends[0]), 1)).sum()
+    homophily = ((ends[0] == ends[1]).mean() - expected) / (1 - expected)
+    return np.array([np.log10(graph.num_nodes), np.log10(graph.num_edges / graph.num_nodes), 2 * homophily])
 
 
-def main(
-    dataset: Literal["citeseer", "cora", "computers"],
-    root: Path,
-    model: Literal["hierarchical", "gcn"] = "hierarchical",
-    dtype: Dtype = "fp32",
-) -> None:
-    """Train every seed, print the table row and write bench/results/DEVICE/accuracy/DATASET-MODEL-DTYPE.json."""
-    graph = load_graph(dataset, root)
-    run = {"hierarchical": hierarchical, "gcn": gcn}[model]
-    settings = SETTINGS[dataset] if model == "hierarchical" else asdict(GCN[dataset])
-    rows = []
-    for seed in SEEDS:
-        row = run(graph, dataset, root, seed, dtype)
-        origin = {"dataset": dataset, "model": model, "dtype": dtype, "seed": seed, "unit": "fraction correct"}
-        rows.append(origin | settings | row)
-        print(f"seed {seed}: validation {row['best_val_accuracy']:.4f}, test {row['test_accuracy']:.4f}", flush=True)
-    test = 100 * np.array([row["test_accuracy"] for row in rows])
-    print(f"{dataset} {model}: test {test.mean():.2f} +- {test.std(ddof=1):.2f} over {len(SEEDS)} seeds")
-    print(write_rows(f"accuracy/{dataset}-{model}-{dtype}", rows))
+@cache
+def nearest(name: str, root: Path) -> str:
+    """The tuned set whose settings a set takes: itself, where it was tuned."""
+    if of_name(name).tuned:
+        return name
+    own = likeness(name, root)
+    tuned = [other for other, chosen in SETS.items() if chosen.tuned and chosen.systems != BASELINES]
+    return min(tuned, key=lambda other: float(np.linalg.norm(likeness(other, root) - own)))
+
+
+def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
+    """Its settings, ``None`` while tuning is not done, and the name of the set that they were tuned on."""
+    system = "megagraph" if piece.system == "graphormer" else piece.system
+    if piece.trial is not None:
+        return TRIALS[system][piece.trial], piece.set
+    of = nearest(piece.set, root)
+    if (best := best_trial(of, system)) is None:
+        return None, of
+    return TRIALS[system][best], of
+
+
+def best_trial(name: str, system: str) -> int | None:
+    """By validation, of those within the CPU seconds; ``None`` while any has no row, or none is within them."""
+    rows = [row for row in rows_of(name) if row["system"] == system and row["trial"] is not None]
+    if len({row["trial"] for row in rows}) < len(TRIALS[system]):
+        return None
+    # a baseline looks at its clock after an epoch
+    within = [row for row in rows if row["cpu_seconds"] <= 1.1 * of_name(name).most_seconds]
+    return max(within, key=lambda row: row["best_val"])["trial"] if within else None
+
+
+def ours(piece: Piece, settings: dict[str, Any], graph: Graph, split: Split, root: Path) -> dict[str, Any]:
+    """One run of the package, and what it says of the test nodes where it is reported."""
+    chosen = of_name(piece.set)
+    model = dict(model="graphormer", bias="bucket") if piece.system == "graphormer" else {}
+    started = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(
+            **dict(dataset=path_of(chosen.dataset, root), root=root, seed=piece.seed, out=Path(folder) / "run"),
+            **dict(split=chosen.split, metric=chosen.metric, **settings | model),
+        )
+        summary = Trainer(config).fit(graph)
+        seconds = time.process_time() - started
+        roc = chosen.metric == "roc_auc"
+        row = {
+            "best_val": summary.best_val_roc_auc if roc else summary.best_val_accuracy,
+            "test": summary.test_roc_auc if roc else summary.test_accuracy,
+            "best_epoch": summary.best_epoch,
+            "epochs": summary.epochs,
+            "cpu_seconds": round(seconds, 1),
+            "sequence_nodes": summary.sequence_nodes,
+            "parameters": summary.parameters,
+            "power_scope": summary.power_scope,
+        }
+        row |= {key: getattr(summary, key) for key in vars(summary) if key.startswith("bias_")}
+        if piece.trial is None:
+            opened = open_run(config.out, graph, {})
+            loader = make_loader(opened.config, batches(opened.config, graph), split.test)
+            row |= outcome(class_probabilities(opened.pipeline, loader), graph, split, chosen.metric)
+    return row
+
+
+def outcome(probabilities: np.ndarray, graph: Graph, split: Split, metric: str) -> dict[str, Any]:
+    """Of every test node: whether it is right or, for ROC AUC, the probability of class 1 in fp16 and the label."""
+    scores, labels = probabilities[split.test], graph.labels[split.test]
+    found = {"test_nodes": len(labels), "right": _packed(np.packbits(scores.argmax(axis=1) == labels))}
+    if metric == "roc_auc":
+        found |= {"scores": _packed(scores[:, -1].astype("<f2")), "labels": _packed(np.packbits(labels == 1))}
+    return found
+
+
+def _packed(array: np.ndarray) -> str:
+    return b64encode(array.tobytes()).decode()
+
+
+def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> dict[str, Any]:
+    chosen = of_name(piece.set)
+    graph, split = graph_of(piece.set, root, piece.seed)
+    if piece.system in OURS:
+        row = ours(piece, settings, graph, split, root)
+    else:
+        row, probabilities = train(
+            piece.system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds,
+            **settings,
+        )  # fmt: skip
+        if piece.trial is None:
+            row |= outcome(probabilities, graph, split, chosen.metric)
+    unit = "area under the ROC curve" if chosen.metric == "roc_auc" else "fraction correct"
+    origin = {"set": piece.set, "system": piece.system, "trial": piece.trial, "seed": piece.seed, "unit": unit}
+    return origin | {"split": chosen.split, "tuned_on": of, "settings": settings} | row
+
+
+def run(
+    root: Path, /, sets: tuple[str, ...] = tuple(SETS), systems: tuple[str, ...] = (*BASELINES, *OURS),
+    minutes: float = 20.0, part: str = "0/1",
+) -> None:  # fmt: skip
+    """Train what has no row, until the time is over.
+
+    Args:
+        root: folder of the raw data sets.
+        sets, systems: which of them; a set is one of the plan or any data set of ``megagraph train``.
+        minutes: nothing is begun that may end later than this.
+        part: i/n, every n-th piece from the i-th on.
+    """
+    torch.set_num_threads(1)
+    own, parts = map(int, part.split("/"))
+    ends = time.monotonic() + 60 * minutes
+    for number, piece in enumerate(piece for name in sets for piece in pieces(name) if piece.system in systems):
+        if number % parts != own or any(map(piece.is_of, rows_of(piece.set))):
+            continue
+        settings, of = settings_of(piece, root)
+        if settings is None:
+            continue
+        if time.monotonic() + of_name(piece.set).most_seconds > ends:
+            break
+        row = run_piece(piece, settings, of, root)
+        append_row(f"{FOLDER}/{piece.set}", row)
+        what = f"seed {piece.seed}" if piece.trial is None else f"trial {piece.trial}"
+        print(
+            f"{piece.set} {piece.system} {what}: validation {row['best_val']:.4f}, test {row['test']:.4f}, "
+            f"{row['cpu_seconds']:.0f} CPU s",
+            flush=True,
+        )
+
+
+def plan() -> None:
+    """What there is to train, and the hours that it takes at most."""
+    total = 0.0
+    for name, chosen in SETS.items():
+        own = pieces(name)
+        hours = len(own) * chosen.most_seconds / 3600
+        total += hours
+        done = sum(any(map(piece.is_of, rows_of(name))) for piece in own)
+        print(f"{name:16} {len(own):4} trainings, at most {hours:5.1f} h of one core, {done} have a row")
+    print(f"all of them at most {total:.1f} h of one core, {total / 2:.1f} h of two")
+
+
+def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
+    """The rows of a system that are not of tuning, by seed."""
+    return {row["seed"]: row for row in rows_of(name) if row["system"] == system and row["trial"] is None}
+
+
+def difference(name: str, one: str, other: str) -> tuple[float, float, float] | None:
+    """Mean of one - other over the seeds that both have, in points, and its 95 % interval by bootstrap over seeds and
+    test nodes; ``None`` where they have none."""
+    first, second = reported(name, one), reported(name, other)
+    pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
+    if not pairs:
+        return None
+    rng = np.random.default_rng(0)
+    values = [[measured_by(row) for row in pair] for pair in pairs]
+    sizes = [row["test_nodes"] for row, _ in pairs]
+
+    def mean(chosen: np.ndarray, nodes: list[np.ndarray]) -> float:
+        return 100 * float(np.mean([values[i][0](at) - values[i][1](at) for i, at in zip(chosen, nodes, strict=True)]))
+
+    def resampled() -> float:
+        chosen = rng.integers(len(pairs), size=len(pairs))
+        return mean(chosen, [rng.integers(sizes[i], size=sizes[i]) for i in chosen])
+
+    low, high = np.percentile([resampled() for _ in range(RESAMPLES)], [2.5, 97.5])
+    return mean(np.arange(len(pairs)), [np.arange(size) for size in sizes]), float(low), float(high)
+
+
+def measured_by(row: dict[str, Any]) -> Callable[[np.ndarray], float]:
+    """Accuracy or ROC AUC of some of the test nodes."""
+    right = _bits(row["right"], row["test_nodes"])
+    if "scores" not in row:
+        return lambda nodes: float(right[nodes].mean())
+    scores = np.frombuffer(b64decode(row["scores"]), "<f2").astype(np.float32)
+    labels = _bits(row["labels"], row["test_nodes"]).astype(np.int64)
+    return lambda nodes: roc_auc(np.stack([1 - scores, scores], axis=1), labels, nodes) or 0.0
+
+
+def _bits(packed: str, count: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(b64decode(packed), np.uint8), count=count)
+
+
+def table(sets: tuple[str, ...] = tuple(SETS)) -> None:
+    """Test nodes of the reported seeds, mean and standard deviation, and what ours is ahead by."""
+    for name in sets:
+        print(f"\n{name}")
+        val = {}
+        for system in of_name(name).systems:
+            if not (rows := [*reported(name, system).values()]):
+                continue
+            test, val[system] = (
+                100 * np.array([row["test"] for row in rows]),
+                np.mean([row["best_val"] for row in rows]),
+            )
+            changed = [row["bias_changed_classes"] for row in rows if row.get("bias_changed_classes") is not None]
+            print(
+                f"  {system:18} test {test.mean():5.2f} +- {test.std(ddof=1) if len(test) > 1 else 0:4.2f} "
+                f"({len(rows)} seeds), validation {100 * val[system]:5.2f}, settings of {rows[0]['tuned_on']}"
+                + (f", {100 * np.mean(changed):.1f} % of classes change without the bias" if changed else "")
+            )
+        classic = [system for system in ("gcn", "sage", "gat") if system in val]
+        others = ["megagraph-unbiased", *([max(classic, key=val.__getitem__)] if classic else [])]
+        for other in others:
+            if (found := difference(name, "megagraph", other)) is not None:
+                print("  megagraph - {}: {:+.2f} [{:+.2f}, {:+.2f}] points".format(other, *found))
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.extras.subcommand_cli_from_dict({"plan": plan, "run": run, "table": table})

@@ -22,7 +22,6 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from bench.paper.accuracy import ANS_GT
 from bench.provenance import write_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
@@ -34,6 +33,7 @@ from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 
+ANS_GT = dict(layers=4, dim=128, ffn_dim=128, heads=8, sample_nodes=14, samples=8, global_tokens=1, channels=6)
 SEED, BATCH_SIZE, EPOCHS, WARMUP_STEPS = 0, 32, 3, 5
 
 

@@ -1,0 +1,96 @@
+"""The comparison of systems: nothing is trained twice, nobody is chosen by test nodes, differences are the rows'."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import provenance
+from bench.paper import accuracy, trials
+from bench.paper.accuracy import Piece
+from bench.paper.baselines import train
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.graph import random_split
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    monkeypatch.setattr(accuracy, "RESULTS", tmp_path)
+    accuracy.nearest.cache_clear()
+    return tmp_path
+
+
+def row(system, trial, seed, best_val, **more):
+    return {"set": "cora", "system": system, "trial": trial, "seed": seed, "best_val": best_val, "test": 0.5} | more
+
+
+def test_every_training_is_one_piece_and_reports_are_of_other_seeds_than_tuning():
+    for name in [*trials.SETS, "minesweeper"]:
+        pieces = accuracy.pieces(name)
+        assert len(set(pieces)) == len(pieces)
+        assert {piece.seed for piece in pieces if piece.trial is not None} <= {trials.TUNING_SEED}
+        assert trials.TUNING_SEED not in {piece.seed for piece in pieces if piece.trial is None}
+    assert all(len(own) == 6 for own in trials.TRIALS.values())
+
+
+def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results):
+    seconds = trials.SETS["cora"].most_seconds
+    values = [(0.7, 1), (0.9, 3 * seconds), (0.8, 1), (0.6, 1), (0.5, 1), (0.4, 1)]
+    assert accuracy.best_trial("cora", "gcn") is None
+    for trial, (value, cpu) in enumerate(values):
+        assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results)[0] is None  # not all were tried
+        provenance.append_row("accuracy/cora", row("gcn", trial, 0, value, cpu_seconds=cpu))
+    assert accuracy.best_trial("cora", "gcn") == 2
+    assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results) == (trials.TRIALS["gcn"][2], "cora")
+    written = json.loads((results / "cpu/accuracy/cora.jsonl").read_text().splitlines()[0])
+    assert written.keys() >= {"device", "torch", "commit", "tree"}
+
+
+def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(results, monkeypatch):
+    likeness = {"cora": [3, 0, 1], "pubmed": [4, 0, 1], "computers": [4, 1, 1], "tolokers": [4, 2, 0], "own": [4, 2, 1]}
+    monkeypatch.setattr(accuracy, "likeness", lambda name, root: np.array(likeness[name], float))
+    assert [accuracy.nearest(name, results) for name in likeness] == [*list(likeness)[:4], "computers"]
+    assert accuracy.nearest("citeseer-public", results) == "citeseer-public"
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
+def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results, metric):
+    rng = np.random.default_rng(0)
+    graph = synthetic_graph(num_nodes=400, num_classes=2, in_features=4)
+    tests = {"megagraph": [], "gcn": []}
+    for seed in (1, 2, 3):
+        split = random_split(graph.labels, seed)
+        for system, noise in (("megagraph", 0.2), ("gcn", 0.4)):
+            positive = np.clip(graph.labels * 0.4 + 0.3 + rng.normal(size=400) * noise, 0, 1).astype(np.float32)
+            probabilities = np.stack([1 - positive, positive], axis=1)
+            own = accuracy.outcome(probabilities, graph, split, metric)
+            if metric == "accuracy":
+                test = np.mean([probabilities[node].argmax() == graph.labels[node] for node in split.test])
+            else:
+                ones, zeros = (positive[split.test][graph.labels[split.test] == label] for label in (1, 0))
+                wins = (ones[:, None] > zeros).sum() + 0.5 * (ones[:, None] == zeros).sum()
+                test = wins / (len(ones) * len(zeros))
+            tests[system].append(test)
+            provenance.append_row("accuracy/cora", row(system, None, seed, 0.5, **own))
+    provenance.append_row("accuracy/cora", row("gcn", None, 4, 0.5, **own))  # only one of the two has it
+    mean, low, high = accuracy.difference("cora", "megagraph", "gcn")
+    assert mean == pytest.approx(100 * np.mean(np.subtract(*tests.values())), abs=0.05)  # scores are of fp16
+    assert low < mean < high and high - low < 30
+    assert accuracy.difference("cora", "megagraph", "sage") is None
+
+
+@pytest.mark.parametrize("baseline", trials.BASELINES)
+def test_baselines_learn_and_keep_to_their_time(baseline):
+    graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16, homophily=0.9)
+    split = random_split(graph.labels, 0)
+    for trial in trials.TRIALS[baseline][::5]:
+        trial = trial | ({"local_epochs": 8} if baseline == "polynormer" else {})
+        found, probabilities = train(
+            baseline, graph, split, seed=0, metric="accuracy", most_seconds=1.0, **trial
+        )  # fmt: skip
+        assert found["best_val"] > 0.6
+        assert found["test"] == np.mean(probabilities[split.test].argmax(1) == graph.labels[split.test])
+        assert found["stopped"] in ("seconds", "patience") and found["cpu_seconds"] < 20
