@@ -185,7 +185,7 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
 
 
 def run(
-    root: Path, /, sets: tuple[str, ...] = tuple(SETS), systems: tuple[str, ...] = (*BASELINES, *OURS),
+    root: Path, sets: tuple[str, ...] = tuple(SETS), systems: tuple[str, ...] = (*BASELINES, *OURS),
     minutes: float = 20.0, part: str = "0/1",
 ) -> None:  # fmt: skip
     """Train what has no row, until the time is over.
