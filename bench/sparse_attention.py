@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ def edges_of(name: str, root: Path) -> tuple[Tensor, int]:
 def ours(edges: Tensor, buckets: Tensor, num_nodes: int) -> Attend:
     starts = torch.searchsorted(edges[0], torch.arange(num_nodes + 1))
     index = torch.sparse_csr_tensor(starts, edges[1], buckets, size=(num_nodes, num_nodes))
-    pairs = mg.BucketBias(index, torch.zeros(HEADS, BUCKETS)).index  # once a graph
+    bias = mg.BucketBias(index, torch.zeros(HEADS, BUCKETS))  # once a graph
 
     def attend(inputs: Inputs) -> Tensor:
         q, k, v = (x.view(1, -1, HEADS, HEAD_DIM).transpose(1, 2) for x in inputs[:3])
-        out = mg.biased_attention(q, k, v, mg.BucketBias(pairs, inputs[3]))
+        out = mg.biased_attention(q, k, v, replace(bias, table=inputs[3]))
         return out.transpose(1, 2).reshape(-1, DIM)
 
     return attend

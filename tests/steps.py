@@ -39,6 +39,7 @@ def run_steps(
         dropout_p=problem.dropout_p,
         dropout_key=problem.dropout_key,
         row_ids=row_ids,
+        **({} if bias is None or bias.relation is None else bias.relation.lists),
     )
     out, (m, l, lse) = torch.empty_like(q), (torch.empty(q.shape[:3], dtype=dtype, device=DEVICE) for _ in range(3))
     state = State(first=False, last=False, m=m, l=l, acc=torch.empty_like(q, dtype=dtype), out=out, lse=lse)
@@ -51,7 +52,7 @@ def run_steps(
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if accumulate else torch.empty_like(x) for x in (q, k, v))
     d_learned = None
     if learned_grad and bias is not None:
-        d_learned = learned_gradient(bias.form, q, bias.learned)
+        d_learned = learned_gradient(step, q, bias.learned)
     sums = Gradients(
         d_out=problem.d_out,
         lse=lse,

@@ -2,6 +2,11 @@
 
 Each form separates *data*, built once per batch and shared by every layer, from what is *learned* per layer.
 Only :class:`DenseBias` holds one value per head and node pair; the compact forms are never expanded to it.
+
+Each form is *dense*, with data for every pair, or *sparse*: given a ``torch.sparse_csr_tensor``, or a list of such, one
+a sequence, it has data only where a pair exists, and a pair that is absent must not attend. The constructor turns these
+into plain tensors once: what it keeps is the values of the P pairs, and ``relation``, who they are. Another layer takes
+them from there, as in ``dataclasses.replace(bias, table=table)``.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from megagraph.attention.relation import Relation, is_sparse
 
 MASKED_BUCKET = 255  # index value of a node pair that must not attend
 MAX_BUCKETS = 255
@@ -28,6 +35,48 @@ def check_strided(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be a dense tensor, got one of {tensor.layout}; pass its to_dense()")
 
 
+def _take_relation(bias: DenseBias | BucketBias | ProjectedBias, field: str) -> None:
+    """Turn a sparse tensor, or several, in a field into the values of its pairs and a relation."""
+    given = getattr(bias, field)
+    if not is_sparse(given):
+        return
+    name = f"{type(bias).__name__} {field}"
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"{name} must be plain tensors in compiled code, got sparse ones; build the bias outside of it"
+        )
+    relation, values = Relation.from_csr(name, given)
+    object.__setattr__(bias, field, values)
+    object.__setattr__(bias, "relation", relation)
+
+
+def _check_pairs(name: str, values: Tensor, relation: Relation, axes: tuple[str, ...]) -> None:
+    """Of the values of pairs, [P] or [P, X]."""
+    check_strided(name, values)
+    num_pairs = len(relation.columns)
+    if values.ndim != 1 + len(axes) or len(values) != num_pairs:
+        raise ValueError(
+            f"{name} of a sparse bias must have shape [{', '.join([f'P = {num_pairs}', *axes])}], "
+            f"{'a number' if not axes else 'a row'} for each pair, got {tuple(values.shape)}; a hybrid CSR tensor of "
+            "shape [M, N, X] has values [P, X]"
+        )
+
+
+def _scattered(values: Tensor, relation: Relation, fill: float) -> Tensor:
+    """Values [P, X] of pairs as [S, X, M, N], ``fill`` elsewhere; differentiable."""
+    S, M, N = relation.shape
+    dense = values.new_full((S * M, N, values.shape[1]), fill)
+    rows = relation.rows().to(values.device)
+    return dense.index_put((rows, relation.columns.long()), values).view(S, M, N, -1).movedim(3, 1)
+
+
+def _no_rows_of(relation: Relation | None, index: Tensor | slice) -> None:
+    if relation is not None and not (
+        isinstance(index, slice) and index.indices(relation.shape[1])[:2] == (0, relation.shape[1])
+    ):
+        raise NotImplementedError("a sparse bias has no rows() but all of them; build one of the rows that are wanted")
+
+
 def _check_plane(name: str, tensor: Tensor, ndim: int, axes: str) -> None:
     check_strided(name, tensor)
     if tensor.ndim != ndim:
@@ -39,14 +88,21 @@ class DenseBias:
     """One learned (or constant) value per head and node pair.
 
     Args:
-        values: floating point [B or 1, H or 1, M, N]; -inf means "cannot attend".
+        values: floating point [B or 1, H or 1, M, N]; -inf means "cannot attend". Sparse: hybrid CSR [M, N, H], and
+            after construction [P, H].
+        relation: the pairs of sparse values.
     """
 
     values: Tensor
+    relation: Relation | None = None
     form: ClassVar[str] = "dense"
 
     def __post_init__(self) -> None:
-        _check_plane("DenseBias values", self.values, 4, "[B or 1, H or 1, M, N]")
+        _take_relation(self, "values")
+        if self.relation is not None:
+            _check_pairs("DenseBias values", self.values, self.relation, ("H",))
+        else:
+            _check_plane("DenseBias values", self.values, 4, "[B or 1, H or 1, M, N]")
         if self.values.dtype == torch.bool:
             raise ValueError(
                 "DenseBias values must be floating point, got torch.bool; a boolean mask is ambiguous: True means "
@@ -71,15 +127,18 @@ class DenseBias:
     @property
     def shape(self) -> torch.Size:
         """[B or 1, H or 1, M, N]."""
+        if self.relation is not None:
+            return _shape(self.relation, self.values.shape[1])
         return self.values.shape
 
     def rows(self, index: Tensor | slice) -> DenseBias:
         """The bias of these query rows."""
-        return DenseBias(self.values[:, :, index])
+        _no_rows_of(self.relation, index)
+        return self if self.relation is not None else DenseBias(self.values[:, :, index])
 
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H or 1, M, N]."""
-        return self.values
+        return self.values if self.relation is None else _scattered(self.values, self.relation, -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,16 +148,23 @@ class BucketBias:
     Args:
         index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". One beyond the table makes
             its row NaN. On a CPU it is an error instead, but for a change that PyTorch does not count (``index.data``,
-            NumPy) after the index was first seen; a GPU would have to wait for a check.
+            NumPy) after the index was first seen; a GPU would have to wait for a check. Sparse: CSR [M, N], and after
+            construction [P].
         table: learned, floating point [H, R], R <= 255.
+        relation: the pairs of a sparse index.
     """
 
     index: Tensor
     table: Tensor
+    relation: Relation | None = None
     form: ClassVar[str] = "bucket"
 
     def __post_init__(self) -> None:
-        _check_plane("BucketBias index", self.index, 3, "[B or 1, M, N]")
+        _take_relation(self, "index")
+        if self.relation is not None:
+            _check_pairs("BucketBias index", self.index, self.relation, ())
+        else:
+            _check_plane("BucketBias index", self.index, 3, "[B or 1, M, N]")
         if self.index.dtype != torch.uint8:
             raise ValueError(f"BucketBias index must be torch.uint8, got {self.index.dtype}")
         _check_plane("BucketBias table", self.table, 2, "[H, R]")
@@ -125,15 +191,21 @@ class BucketBias:
     @property
     def shape(self) -> torch.Size:
         """[B or 1, H, M, N]."""
+        if self.relation is not None:
+            return _shape(self.relation, self.table.shape[0])
         return torch.Size((self.index.shape[0], self.table.shape[0], *self.index.shape[1:]))
 
     def rows(self, index: Tensor | slice) -> BucketBias:
         """The bias of these query rows."""
-        return replace(self, index=self.index[:, index])
+        _no_rows_of(self.relation, index)
+        return self if self.relation is not None else replace(self, index=self.index[:, index])
 
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H, M, N]."""
         masked = self.index == MASKED_BUCKET
+        if self.relation is not None:
+            of_pairs = self.table.t()[self.index.long().masked_fill(masked, 0)].masked_fill(masked[:, None], -torch.inf)
+            return _scattered(of_pairs, self.relation, -torch.inf)
         values = self.table[:, self.index.long().masked_fill(masked, 0)].transpose(0, 1)
         return values.masked_fill(masked.unsqueeze(1), -torch.inf)
 
@@ -147,25 +219,32 @@ class ProjectedBias:
     the error of a dense bias in it. ``megagraph.kernels.halves.MOST_CHANNELS = 0`` has the sum in fp32.
 
     Args:
-        channels: finite, floating point [B or 1, C, M, N], C <= 16.
+        channels: finite, floating point [B or 1, C, M, N], C <= 16. Sparse: hybrid CSR [M, N, C], and after
+            construction [P, C].
         weight: learned, floating point [H, C].
-        mask: optional bool [B or 1, M, N], True means "cannot attend".
+        mask: optional bool [B or 1, M, N], True means "cannot attend"; a sparse bias leaves a pair out instead.
+        relation: the pairs of sparse channels.
     """
 
     channels: Tensor
     weight: Tensor
     mask: Tensor | None = None
+    relation: Relation | None = None
     form: ClassVar[str] = "projected"
 
     def __post_init__(self) -> None:
-        _check_plane("ProjectedBias channels", self.channels, 4, "[B or 1, C, M, N]")
+        _take_relation(self, "channels")
+        if self.relation is not None:
+            _check_pairs("ProjectedBias channels", self.channels, self.relation, ("C",))
+        else:
+            _check_plane("ProjectedBias channels", self.channels, 4, "[B or 1, C, M, N]")
         _check_plane("ProjectedBias weight", self.weight, 2, "[H, C]")
         for name, tensor in (("channels", self.channels), ("weight", self.weight)):
             if not tensor.is_floating_point():
                 raise ValueError(f"ProjectedBias {name} must be floating point, got {tensor.dtype}")
         if self.channels.requires_grad:
             raise ValueError("ProjectedBias channels are data and get no gradient; pass channels.detach()")
-        batch, num_channels, rows, columns = self.channels.shape
+        num_channels = self.channels.shape[1]
         if self.weight.shape[1] != num_channels or not 1 <= num_channels <= MAX_CHANNELS:
             raise ValueError(
                 f"ProjectedBias weight must have shape [H, C] with C = {num_channels} the number of channels "
@@ -173,6 +252,9 @@ class ProjectedBias:
             )
         if self.mask is not None:
             check_strided("ProjectedBias mask", self.mask)
+            if self.relation is not None:
+                raise ValueError("ProjectedBias mask must be None with sparse channels: leave out pairs to mask")
+            batch, _, rows, columns = self.channels.shape
             if self.mask.dtype != torch.bool:
                 raise ValueError(f"ProjectedBias mask must be torch.bool (True = masked), got {self.mask.dtype}")
             if self.mask.ndim != 3 or self.mask.shape[0] not in (1, batch) or self.mask.shape[1:] != (rows, columns):
@@ -192,21 +274,34 @@ class ProjectedBias:
     @property
     def shape(self) -> torch.Size:
         """[B or 1, H, M, N]."""
+        if self.relation is not None:
+            return _shape(self.relation, self.weight.shape[0])
         return torch.Size((self.channels.shape[0], self.weight.shape[0], *self.channels.shape[2:]))
 
     def rows(self, index: Tensor | slice) -> ProjectedBias:
         """The bias of these query rows."""
+        _no_rows_of(self.relation, index)
+        if self.relation is not None:
+            return self
         mask = None if self.mask is None else self.mask[:, index]
         return replace(self, channels=self.channels[:, :, index], mask=mask)
 
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H, M, N]."""
         dtype = torch.promote_types(self.channels.dtype, self.weight.dtype)
+        if self.relation is not None:
+            of_pairs = self.channels.to(dtype) @ self.weight.to(dtype).t()
+            return _scattered(of_pairs, self.relation, -torch.inf)
         values = torch.einsum("bcmn,hc->bhmn", self.channels.to(dtype), self.weight.to(dtype))
         return values if self.mask is None else values.masked_fill(self.mask.unsqueeze(1), -torch.inf)
 
 
 Bias = DenseBias | BucketBias | ProjectedBias
+
+
+def _shape(relation: Relation, heads: int) -> torch.Size:
+    sequences, rows, columns = relation.shape
+    return torch.Size((sequences, heads, rows, columns))
 
 
 def masked_table(table: Tensor) -> Tensor:

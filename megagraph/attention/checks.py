@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from operator import mul
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 
 MAX_HEAD_DIM = 256
+T = TypeVar("T")
 
 
 def check_inputs(
@@ -77,6 +79,7 @@ def check_inputs(
                 f"got {list(shape)}; pass these query rows and all {columns} columns"
             )
         tensors |= {"bias data": bias.data, "the learned part of bias": bias.learned, "bias mask": bias.mask}
+        tensors |= {} if bias.relation is None else bias.relation.lists
     if key_padding_mask is not None:
         if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, columns):
             raise ValueError(
@@ -121,10 +124,19 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
     check_tensor("q", q, device, (B, H, M, D))
     check_tensor("k", k, device, (B, H, keys, D), q.dtype)
     check_tensor("v", v, device, (B, H, keys, D), q.dtype)
+    if step.columns is not None:
+        num_columns: int | None = _check_relation(step, device, B, M, keys if whole else None)
+        check_step(step, device, B, H, M, num_columns)
+        _check_segments(step, keys, num_columns, whole)
+        return
     dense = step.learned if step.form == "dense" else None
     wide = [x for x in (step.data, dense, step.bias_mask, step.key_padding_mask) if x is not None and x.ndim]
     num_columns = keys if whole else wide[0].shape[-1] if wide else None
     check_step(step, device, B, H, M, num_columns)
+    _check_segments(step, keys, num_columns, whole)
+
+
+def _check_segments(step: Step, keys: int, num_columns: int | None, whole: bool) -> None:
     if whole and step.segments != [(0, 0, keys)]:
         raise ValueError(f"segments must be [(0, 0, {keys})], all keys, got {step.segments}")
     for segment in step.segments:
@@ -139,7 +151,17 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
 def check_step(step: Step, device: torch.device, B: int, H: int, M: int, N: int | None) -> None:
     """``check_operands`` of the step's own tensors; N is None only if none has columns."""
     N, learned = -1 if N is None else N, step.learned
-    if step.form == "dense":
+    if step.columns is not None:
+        P, R = len(step.columns), learned.shape[1] if learned is not None and learned.ndim == 2 else -1
+        if step.form == "dense":
+            check_tensor("the learned part of bias", learned, device, (P, H))
+        elif step.form in ("bucket", "projected"):
+            check_tensor("the learned part of bias", learned, device, (H, R))
+            shape, dtype = ((P,), torch.uint8) if step.form == "bucket" else ((P, R), None)
+            check_tensor("bias data", step.data, device, shape, dtype)
+        if step.bias_mask is not None:
+            raise ValueError("bias mask must be None with listed pairs")
+    elif step.form == "dense":
         check_tensor("the learned part of bias", learned, device, (B, H, M, N), broadcast=2)
     elif step.form in ("bucket", "projected"):
         R = learned.shape[1] if learned is not None and learned.ndim == 2 else -1
@@ -148,7 +170,7 @@ def check_step(step: Step, device: torch.device, B: int, H: int, M: int, N: int 
             check_tensor("bias data", step.data, device, (B, M, N), torch.uint8, broadcast=1)
         else:
             check_tensor("bias data", step.data, device, (B, R, M, N), broadcast=1)
-    elif step.form != "none":
+    if step.form not in ("none", "dense", "bucket", "projected") or (step.form == "none" and step.columns is not None):
         raise ValueError(f"form must be 'none', 'dense', 'bucket' or 'projected', got {step.form!r}")
     if step.bias_mask is not None:
         check_tensor("bias mask", step.bias_mask, device, (B, M, N), torch.bool, broadcast=1)
@@ -158,6 +180,46 @@ def check_step(step: Step, device: torch.device, B: int, H: int, M: int, N: int 
         check_tensor("dropout_key", step.dropout_key, device, (B,), torch.int32, contiguous=True)
     if step.row_ids is not None:
         check_tensor("row_ids", step.row_ids, device, (M,), contiguous=True)
+
+
+def _check_relation(step: Step, device: torch.device, B: int, M: int, N: int | None) -> int:
+    """``check_operands`` of the lists of pairs: the number of columns; N, where it is known."""
+    columns, row_starts, key_starts = step.columns, step.row_starts, step.key_starts
+    assert columns is not None
+    if columns.ndim != 1 or row_starts is None or row_starts.ndim != 1 or key_starts is None or key_starts.ndim != 1:
+        raise ValueError("columns, row_starts and key_starts must be lists, all of them or none")
+    sequences = B if B > 1 and len(row_starts) == B * M + 1 else 1
+    N = (len(key_starts) - 1) // sequences if N is None else N
+    wanted = {
+        "row_starts": (row_starts, (sequences * M + 1,), torch.int64),
+        "key_starts": (key_starts, (sequences * N + 1,), torch.int64),
+        "columns": (columns, columns.shape, torch.int32),
+        "key_rows": (step.key_rows, columns.shape, torch.int32),
+        "key_pairs": (step.key_pairs, columns.shape, torch.int32),
+    }
+    for name, (x, shape, dtype) in wanted.items():
+        check_tensor(name, x, device, shape, dtype, contiguous=True)
+    if device.type == "cpu" and not torch.compiler.is_compiling() and type(columns) in (Tensor, nn.Parameter):
+        bounds = {"row_starts": len(columns), "key_starts": len(columns), "columns": N - 1, "key_rows": M - 1}
+        for name, most in (bounds | {"key_pairs": len(columns) - 1}).items():
+            x = wanted[name][0]
+            assert x is not None
+            low, high = _once(_range_ascending if name.endswith("starts") else _range, x)
+            if low < 0 or high > most:
+                raise ValueError(
+                    f"{name} must be in 0..{most}, and starts ascend, got {low}..{high}; keep it as it was"
+                )
+    return N
+
+
+def _range(x: Tensor) -> tuple[int, int]:
+    low, high = x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(()))
+    return int(low), int(high)
+
+
+def _range_ascending(x: Tensor) -> tuple[int, int]:
+    """From the first to the last, or from -1 where any is below the one before."""
+    return -1 if (x.diff() < 0).any() else int(x[0]), int(x[-1])
 
 
 def check_tensor(
@@ -220,7 +282,8 @@ def check_values(step: Step) -> None:
 
 
 def _highest_bucket(index: Tensor) -> int:
-    rows = index.flatten(0, 1).split(max((1 << 20) // index.shape[-1], 1))
+    index = index[None] if index.ndim == 1 else index.flatten(0, 1)
+    rows = index.split(max((1 << 20) // index.shape[-1], 1))
     # 255 wraps to 0: every other bucket moves up by one
     return max(int((some + 1).max()) for some in rows) - 1
 
@@ -230,11 +293,11 @@ def _all_finite(channels: Tensor) -> bool:
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
-def _once(of_values: Callable[[Tensor], int], data: Tensor) -> int:
+def _once(of_values: Callable[[Tensor], T], data: Tensor) -> T:
     """of_values(data), kept until data changes or goes: all layers of a model share the data of their bias."""
     if data.is_inference():  # has no version
         return of_values(data)
-    version, value = _values.get(data, (-1, 0))
+    version, value = _values.get(data, (-1, None))
     if version != data._version:
         value = of_values(data)
         _values[data] = (data._version, value)

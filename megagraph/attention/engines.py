@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, 
 class Engine(Protocol):
     """Computes steps on one kind of device."""
 
-    def refusals(self, q: Tensor) -> list[str]:
-        """Why it cannot run here, a sentence each."""
+    def refusals(self, q: Tensor, *, sparse: bool = False) -> list[str]:
+        """Why it cannot run here, a sentence each; ``sparse``: with a sparse bias."""
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
         """Whether it takes its path for short sequences; all keys are here."""
@@ -51,7 +51,7 @@ class Engine(Protocol):
 class Triton:
     """The kernels: CUDA, or the CPU in Triton's interpreter."""
 
-    def refusals(self, q: Tensor) -> list[str]:
+    def refusals(self, q: Tensor, *, sparse: bool = False) -> list[str]:
         interpreted, reasons = os.environ.get("TRITON_INTERPRET") == "1", []
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (it has wheels for Linux only)")
@@ -59,6 +59,10 @@ class Triton:
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
+        if sparse:
+            reasons.append(
+                "the bias is sparse, and there is no kernel yet; use impl='blocked' on a CPU, or 'reference'"
+            )
         return reasons
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
@@ -95,12 +99,14 @@ class Triton:
 class Blocked:
     """Loops that Numba compiles, on a CPU; it takes a second to import."""
 
-    def refusals(self, q: Tensor) -> list[str]:
+    def refusals(self, q: Tensor, *, sparse: bool = False) -> list[str]:
         if q.device.type in ("cpu", "meta"):
             return []
         return [f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device"]
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
+        if step.columns is not None:
+            return False
         if step.form == "dense":  # a plane per head
             dense = step.learned
             assert dense is not None
@@ -113,9 +119,7 @@ class Blocked:
         return step
 
     def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
-        from megagraph.attention.cpu import rows, tiles
-
-        (rows if step.short else tiles).forward(step, q, k, v, state)
+        _cpu_path(step).forward(step, q, k, v, state)
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         dtype = state_dtype(out)
@@ -127,11 +131,15 @@ class Blocked:
     def backward(
         self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
     ) -> None:
-        from megagraph.attention.cpu import rows, tiles
-
         if of is not None:
             gradients = replace(gradients, delta=self.delta(step, gradients.d_out, of.out, of.d_lse))
-        (rows if step.short else tiles).backward(step, q, k, v, gradients)
+        _cpu_path(step).backward(step, q, k, v, gradients)
+
+
+def _cpu_path(step: Step) -> Any:
+    from megagraph.attention.cpu import pairs, rows, tiles
+
+    return pairs if step.columns is not None else rows if step.short else tiles
 
 
 ENGINES: dict[str, Engine] = {"triton": Triton(), "blocked": Blocked()}
@@ -151,8 +159,11 @@ def is_short_shape(num_nodes: int, head_dim: int) -> bool:
     return num_nodes <= SHORT and head_dim <= NARROW
 
 
-def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bool]:
+def choose(impl: Impl | None, q: Tensor, *, ring: bool = False, sparse: bool = False) -> tuple[str, bool]:
     """The engine to run, or "reference": the one asked for, or by device; and ``Step.short``, which no ring is.
+
+    Args:
+        sparse: the bias is.
 
     Raises:
         ValueError: there is none of this name.
@@ -164,7 +175,7 @@ def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bo
         expected = f"impl must be {', '.join(map(repr, _NAMED))} or None, got {impl!r}"
         raise ValueError(expected + (f", which is {_GONE[impl]!r} now" if impl in _GONE else ""))
     name, short = _NAMED[impl]
-    reasons = ENGINES[name].refusals(q) if name in ENGINES else []
+    reasons = ENGINES[name].refusals(q, sparse=sparse) if name in ENGINES else []
     if ring and name not in ENGINES:
         reasons.append("it needs all keys on one rank, not in a ring; use impl='blocked' or 'triton'")
     if reasons:

@@ -105,14 +105,16 @@ def biased_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
-    path = choose(impl, q)
+    path = choose(impl, q, sparse=bias is not None and bias.relation is not None)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     out, lse = attention(step, q, k, v, bias)
     return (out, lse) if return_lse else out
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """A float tensor of 2 to 4 dimensions is a dense bias."""
+    """A float tensor of 2 to 4 dimensions, or a sparse one [M, N, H], is a dense bias."""
+    if isinstance(bias, Tensor) and bias.layout == torch.sparse_csr:
+        return DenseBias(bias)
     if isinstance(bias, Tensor):
         check_strided("bias", bias)
         return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
@@ -142,6 +144,7 @@ def make_step(
         scale=q.shape[-1] ** -0.5 if scale is None else check_scale(scale),
         dropout_p=dropout_p,
         dropout_key=None if dropout_p == 0.0 or dropout_key is None else dropout_key.contiguous(),
+        **({} if bias is None or bias.relation is None else bias.relation.lists),
     )
 
 
@@ -341,7 +344,7 @@ def _gradients(
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     learned, d_learned = step.learned, None
     if learned_grad and learned is not None:
-        d_learned = learned_gradient(step.form, q, learned)
+        d_learned = learned_gradient(step, q, learned)
     if q.numel() and k.shape[2]:
         gradients = Gradients(
             d_out=d_out,
@@ -410,9 +413,9 @@ for _key in ("AutogradCPU", "AutogradCUDA"):
     _refuse_tangents(_key)
 
 
-def learned_gradient(form: str, q: Tensor, learned: Tensor) -> Tensor:
+def learned_gradient(step: Step, q: Tensor, learned: Tensor) -> Tensor:
     """Where the gradient of the learned part is summed: in lse's dtype, zeroed; a dense plane that no heads share is
     written once, in its own dtype."""
-    if form == "dense" and learned.shape[:2] == q.shape[:2]:
+    if step.form == "dense" and step.columns is None and learned.shape[:2] == q.shape[:2]:
         return reuse.empty_like(learned)
     return torch.zeros_like(learned, dtype=state_dtype(q))

@@ -262,7 +262,7 @@ class _Rank:
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (self.q, self.k, self.v))
         learned, d_learned = self.step.learned, None
         if learned_grad and learned is not None:
-            d_learned = learned_gradient(self.step.form, self.q, learned)
+            d_learned = learned_gradient(self.step, self.q, learned)
         delta = ENGINES[self.step.engine].delta(self.step, d_out, out, d_lse)
         return Gradients(d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=True)
 

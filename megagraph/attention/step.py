@@ -72,6 +72,12 @@ class Step(Arguments):
     dropout_p: float
     dropout_key: Tensor | None  # int32 [B]; None: no dropout
     row_ids: Tensor | None = None  # integer [M], global row of each local row; None: the same
+    # of a sparse bias, as ``relation.Relation`` has them; data is then [P] or [P, C], a dense learned part [P, H]
+    row_starts: Tensor | None = None
+    columns: Tensor | None = None
+    key_starts: Tensor | None = None
+    key_rows: Tensor | None = None
+    key_pairs: Tensor | None = None
 
     def flat(self) -> tuple[Any, ...]:
         values = vars(self) | {"segments": [number for segment in self.segments for number in segment]}

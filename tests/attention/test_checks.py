@@ -18,6 +18,9 @@ def zeros(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
+LISTS = ("row_starts", "columns", "key_starts", "key_rows", "key_pairs")
+
+
 def valid(name: str) -> dict:
     """Arguments of one of the operators, all tensors among them."""
     problem = make_problem("bucket", Shape(M, N, D, B=B, H=H), dtype=torch.float32, dropout_p=0.3)
@@ -38,6 +41,7 @@ def valid(name: str) -> dict:
         dropout_p=0.3,
         dropout_key=problem.dropout_key,
         row_ids=row_ids,
+        **dict.fromkeys(LISTS),
     )
     out, (lse, m, l) = torch.zeros_like(problem.q), (zeros(B, H, M) for _ in range(3))
     if name == "biased_attention_backward":

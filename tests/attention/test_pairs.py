@@ -1,0 +1,282 @@
+"""Sparse biases: attention over listed pairs is dense attention with all other pairs masked."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.operator import _attention, make_step
+from megagraph.attention.relation import Relation
+from tests.problems import Problem, assert_matches, expected, make_bias, of_a_cpu, with_learned
+from tests.steps import run_steps
+
+pytestmark = of_a_cpu
+FORMS = ("bucket", "projected", "dense")
+KINDS = ("scattered", "hub", "band", "one", "full")
+
+
+def present(kind, S, M, N):
+    """Which pairs exist: bool [S, M, N]."""
+    if kind == "scattered":  # some rows and some columns of none
+        pairs = torch.rand(S, M, N) < 0.15
+        pairs[:, 0] = False
+        pairs[:, :, N // 2] = False
+    elif kind == "hub":  # a row of all columns, a column of all rows
+        pairs = torch.rand(S, M, N) < 0.05
+        pairs[:, M // 2] = True
+        pairs[:, :, 0] = True
+    elif kind == "band":  # of one side only
+        away = torch.arange(N) - torch.arange(M)[:, None]
+        pairs = ((away >= 0) & (away < 3)).expand(S, M, N).clone()
+    elif kind == "one":
+        pairs = torch.zeros(S, M, N, dtype=torch.bool)
+        pairs[-1, -1, 0] = True
+    else:
+        pairs = torch.ones(S, M, N, dtype=torch.bool)
+    return pairs
+
+
+def csr(values, pairs):
+    """Values [S, M, N, ...] of the pairs as CSR tensors, one a sequence."""
+    found = []
+    for of_sequence, exists in zip(values, pairs, strict=True):
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), exists.sum(dim=1).cumsum(0)])
+        columns, size = exists.nonzero()[:, 1], (*exists.shape, *of_sequence.shape[2:])
+        found.append(torch.sparse_csr_tensor(starts, columns, of_sequence[exists], size=size))
+    return found if len(found) > 1 else found[0]
+
+
+def sparse(bias, pairs):
+    """The same bias with data for these pairs only; every other one must be masked in it."""
+    if bias.form == "dense":
+        return DenseBias(csr(bias.values.movedim(1, 3), pairs))
+    if bias.form == "bucket":
+        return BucketBias(csr(bias.index, pairs), bias.table)
+    return ProjectedBias(csr(bias.channels.movedim(1, 3), pairs), bias.weight)
+
+
+def problem(form, kind, *, S=2, B=2, H=3, M=23, N=31, D=5, dtype=torch.float64, dropout_p=0.0, padded=True):
+    """The problem with a dense bias, and with a sparse one."""
+    torch.manual_seed(M + N + D)
+    pairs = present(kind, S, M, N)
+    bias = make_bias(form, S, H, M, N, dtype, ~pairs)
+    q, k, v, d_out = (torch.randn(B, H, n, D, dtype=dtype) for n in (M, N, N, M))
+    whole = Problem(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        padding=torch.rand(B, N) < 0.2 if padded else None,
+        dropout_p=dropout_p,
+        dropout_key=torch.randint(-(2**31), 2**31, (B,), dtype=torch.int32) if dropout_p else None,
+        d_out=d_out,
+        d_lse=torch.randn(B, H, M, dtype=torch.promote_types(dtype, torch.float32)),
+    )
+    return whole, replace(whole, bias=sparse(bias, pairs)), pairs
+
+
+def of_pairs(results, form, pairs):
+    """Results by a dense bias as those by a sparse one: of dense values, the gradient of the pairs."""
+    if form != "dense":
+        return results
+    d_values = results["d_learned"].expand(len(pairs), -1, -1, -1).movedim(1, 3)
+    return results | {"d_learned": d_values[pairs]}
+
+
+def run(given, impl):
+    def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
+        options = dict(key_padding_mask=padding, dropout_p=dropout_p, dropout_key=dropout_key)
+        return mg.biased_attention(q, k, v, bias, **options, return_lse=True, impl=impl)
+
+    return expected(given, attend)
+
+
+def assert_equal(got, want, tolerance=1e-10):
+    assert got.keys() == want.keys()
+    for name, x in got.items():
+        torch.testing.assert_close(x, want[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("impl", ["blocked", "reference"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize(("form", "kind"), [*itertools.product(FORMS, KINDS)])
+def test_values_and_gradients_are_those_of_masked_pairs(form, kind, dropout_p, impl):
+    dense, given, pairs = problem(form, kind, dropout_p=dropout_p)
+    assert_equal(run(given, impl), of_pairs(expected(dense), form, pairs))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (8, 1, 65, 16), (9, 70, 3, 4), (16, 40, 40, 33), (4, 9, 200, 256)])
+@pytest.mark.parametrize("form", FORMS)
+def test_odd_sizes(form, sizes):
+    H, M, N, D = sizes
+    dense, given, pairs = problem(form, "hub", H=H, M=M, N=N, D=D, dropout_p=0.2)
+    assert_equal(run(given, "blocked"), of_pairs(expected(dense), form, pairs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_relation_for_several_sequences(form):
+    dense, given, pairs = problem(form, "scattered", S=1, B=3, dropout_p=0.2)
+    assert_equal(run(given, "blocked"), of_pairs(expected(dense), form, pairs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_dtypes_are_as_good_as_eager(form, dtype):
+    given = problem(form, "hub", H=8, M=70, N=90, D=16, dtype=dtype, dropout_p=0.2)[1]
+    assert_matches(run(given, "blocked"), given)
+
+
+def test_long_rows_lose_no_digits():
+    """A hub of 20,000 keys, scores that rise and fall: sums are of short sums."""
+    given = problem("bucket", "hub", S=1, B=1, H=8, M=3, N=20_000, D=4, dtype=torch.float32, padded=False)[1]
+    assert_matches(run(given, "blocked"), given)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("segments", ["halves", "crossed"])
+def test_steps_with_carried_state(form, segments):
+    """As a ring takes them: visiting blocks, some of two segments, gradients that add up."""
+    dense, given, pairs = problem(form, "scattered", M=31, dropout_p=0.3)
+    if segments == "halves":
+        steps = [(torch.arange(16), [(0, 0, 16)]), (torch.arange(16, 31), [(0, 16, 15)])]
+    else:
+        first = torch.cat([torch.arange(20, 31), torch.arange(0, 7)])
+        steps = [(first, [(0, 20, 11), (11, 0, 7)]), (torch.arange(7, 20), [(0, 7, 13)])]
+    got = run_steps(given, steps, name="blocked", row_ids=torch.arange(31))
+    assert_equal(got, of_pairs(expected(dense), form, pairs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_threads_give_the_same_bits_twice(form):
+    threads = torch.get_num_threads()
+    given = problem(form, "hub", S=1, B=1, H=8, M=400, N=400, D=8, dtype=torch.float32, dropout_p=0.1)[1]
+    one = run(given, "blocked")
+    torch.set_num_threads(3)
+    try:
+        first, second = run(given, "blocked"), run(given, "blocked")
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_equal(first, one, 1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck_and_opcheck(form):
+    given = problem(form, "scattered", H=2, M=5, N=6, D=3, padded=False)[1]
+    inputs = [x.detach().requires_grad_() for x in given.inputs]
+
+    def attend(q, k, v, learned):
+        return mg.biased_attention(q, k, v, with_learned(given.bias, learned), return_lse=False)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    step = make_step(given.q, given.bias, None, None, 0.0, None, "blocked", False).but(segments=[(0, 0, 6)])
+    torch.library.opcheck(_attention, (given.q.requires_grad_(), given.k, given.v, *step.flat()))
+
+
+def test_a_layer_takes_the_pairs_of_another():
+    given = problem("bucket", "scattered")[1]
+    table = torch.randn_like(given.bias.table)
+    other = replace(given.bias, table=table)
+    assert other.relation is given.bias.relation and other.index is given.bias.index
+    assert other.shape == given.bias.shape == (2, 3, 23, 31)
+    out = mg.biased_attention(given.q, given.k, given.v, other)
+    torch.testing.assert_close(out, mg.biased_attention(given.q, given.k, given.v, other, impl="reference"))
+
+
+def test_compiled_code_takes_a_bias_that_was_built_before():
+    given = problem("bucket", "scattered", dtype=torch.float32)[1]
+    index = csr(torch.zeros(2, 23, 31, dtype=torch.uint8), present("hub", 2, 23, 31))
+
+    def attend(q, k, v, table):
+        return mg.biased_attention(q, k, v, replace(given.bias, table=table))
+
+    arguments = given.q, given.k, given.v, given.bias.table
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), attend(*arguments))
+    with pytest.raises(Exception, match=r"build the bias outside|sparse"):
+        torch.compile(lambda q: mg.biased_attention(q, q, q, BucketBias(index, given.bias.table)), fullgraph=True)(
+            given.q
+        )
+
+
+def with_lists(columns, starts=(0, 2, 3), size=(2, 4), values=None):
+    values = torch.zeros(len(columns), dtype=torch.uint8) if values is None else values
+    return torch.sparse_csr_tensor(
+        torch.tensor(starts), torch.tensor(columns), values, size=size, check_invariants=False
+    )
+
+
+TABLE = torch.zeros(2, 7)
+GOOD = with_lists([0, 2, 1])
+BAD = {
+    "not ascending": (lambda: BucketBias(with_lists([2, 0, 1]), TABLE), "ascending, distinct columns .* row 0"),
+    "twice": (lambda: BucketBias(with_lists([1, 1, 1]), TABLE), "got 1 before 1 in row 0"),
+    "beyond": (lambda: BucketBias(with_lists([0, 4, 1]), TABLE), r"columns in 0\.\.3, got 0\.\.4"),
+    "negative": (lambda: BucketBias(with_lists([-1, 2, 1]), TABLE), r"got -1\.\.2"),
+    "empty": (lambda: BucketBias(with_lists([], (0, 0, 0)), TABLE), "empty relation"),
+    "no list": (lambda: BucketBias([], TABLE), "empty list"),
+    "other starts": (lambda: BucketBias(with_lists([0, 2, 1], (0, 3, 2)), TABLE), "row starts that ascend"),
+    "coo": (lambda: BucketBias(GOOD.to_sparse_coo(), TABLE), "got torch.sparse_coo"),
+    "batch": (lambda: BucketBias(torch.ones(2, 3, 3, dtype=torch.uint8).to_sparse_csr(), TABLE), "pass a list of 2"),
+    "two shapes": (lambda: BucketBias([GOOD, with_lists([0, 2, 1], size=(2, 5))], TABLE), "relations of one shape"),
+    "dtype": (lambda: BucketBias(with_lists([0, 2, 1], values=torch.zeros(3)), TABLE), "must be torch.uint8"),
+    "no number": (lambda: ProjectedBias(with_lists([0, 2, 1], values=torch.zeros(3)), TABLE), r"\[P = 3, C\]"),
+    "mask": (
+        lambda: ProjectedBias(with_lists([0, 2, 1], size=(2, 4, 7), values=torch.zeros(3, 7)), TABLE, torch.zeros(1)),
+        "leave out pairs",
+    ),
+    "rows": (lambda: BucketBias(GOOD, TABLE).rows(slice(1)), "no rows"),
+    "heads": (
+        lambda: mg.biased_attention(*(torch.zeros(1, 3, n, 4) for n in (2, 4, 4)), BucketBias(GOOD, TABLE)),
+        r"bias must have shape",
+    ),
+    "engine": (
+        lambda: mg.biased_attention(
+            *(torch.zeros(1, 2, n, 4) for n in (2, 4, 4)), BucketBias(GOOD, TABLE), impl="triton"
+        ),
+        "the bias is sparse",
+    ),
+    "bucket": (
+        lambda: mg.biased_attention(
+            *(torch.zeros(1, 2, n, 4) for n in (2, 4, 4)),
+            BucketBias(with_lists([0, 2, 1], values=torch.tensor([0, 9, 0], dtype=torch.uint8)), TABLE),
+        ),
+        "below the table's 7 buckets",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    make, message = BAD[case]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("columns", 9), ("columns", -1), ("key_rows", 99), ("key_pairs", -7), ("row_starts", 10**9), ("key_starts", -1)],
+)
+def test_an_operator_addresses_no_list_that_was_changed(name, value):
+    bias = BucketBias(GOOD, TABLE)
+    q, k = torch.randn(1, 2, 2, 4), torch.randn(1, 2, 4, 4)
+    mg.biased_attention(q, k, k, bias)
+    getattr(bias.relation, name)[-1] = value
+    with pytest.raises(ValueError, match=f"{name} must be in"):
+        mg.biased_attention(q, k, k, bias)
+
+
+def test_the_lists_are_those_of_the_pairs():
+    pairs = present("scattered", 2, 9, 11)
+    relation, values = Relation.from_csr("index", csr(torch.arange(198).view(2, 9, 11), pairs))
+    sequence, row, column = pairs.nonzero(as_tuple=True)
+    assert torch.equal(values, sequence * 99 + row * 11 + column) and relation.shape == (2, 9, 11)
+    assert torch.equal(relation.columns.long(), column) and torch.equal(relation.rows(), sequence * 9 + row)
+    by_key = sorted(range(len(row)), key=lambda p: (int(sequence[p]), int(column[p]), int(row[p])))
+    assert relation.key_pairs.tolist() == by_key
+    assert relation.key_rows.tolist() == row[by_key].tolist()
