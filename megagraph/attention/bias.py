@@ -296,7 +296,93 @@ class ProjectedBias:
         return values if self.mask is None else values.masked_fill(self.mask.unsqueeze(1), -torch.inf)
 
 
-Bias = DenseBias | BucketBias | ProjectedBias
+@dataclass(frozen=True, eq=False)
+class BorderedBias:
+    """A sparse bias of N' regular nodes, with N_s super nodes that see, and are seen by, all; of one table.
+
+    The super nodes are the last of N rows and columns. Nothing of N x N exists.
+
+    Args:
+        pairs: sparse, [S, H, N', N'].
+        super_columns: dense, [S, H, N', N_s], of regular rows.
+        super_rows: dense, [S, H, N_s, N]; ``None``: they are not asked for.
+    """
+
+    pairs: BucketBias
+    super_columns: BucketBias
+    super_rows: BucketBias | None
+    form: ClassVar[str] = "bordered"
+
+    @property
+    def shape(self) -> torch.Size:
+        """[S, H, M, N]; M is N, or N' without super rows."""
+        sequences, heads, num_nodes, num_super = self.super_columns.shape
+        num_rows = num_nodes if self.super_rows is None else num_nodes + num_super
+        return torch.Size((sequences, heads, num_rows, num_nodes + num_super))
+
+    @property
+    def data(self) -> Tensor:
+        return self.pairs.index
+
+    @property
+    def learned(self) -> Tensor:
+        return self.pairs.table
+
+    @property
+    def mask(self) -> None:
+        return None
+
+    @property
+    def relation(self) -> Relation:
+        assert self.pairs.relation is not None
+        return self.pairs.relation
+
+    def rows(self, index: Tensor | slice) -> BorderedBias:
+        """The bias of all rows, or of the regular ones alone; of no others."""
+        num_nodes, num_rows = self.super_columns.shape[2], self.shape[2]
+        wanted = index.indices(num_rows)[:2] if isinstance(index, slice) else None
+        if wanted == (0, num_nodes):
+            return replace(self, super_rows=None)
+        if wanted != (0, num_rows):
+            raise ValueError(f"rows of a bordered bias must be all {num_rows}, or the first {num_nodes}, got {index}")
+        return self
+
+    def materialize(self) -> Tensor:
+        """The bias as a dense tensor [S, H, M, N]."""
+        regular = torch.cat([self.pairs.materialize(), self.super_columns.materialize()], dim=3)
+        return regular if self.super_rows is None else torch.cat([regular, self.super_rows.materialize()], dim=2)
+
+
+@dataclass(frozen=True, eq=False)
+class BorderedData:
+    """The data of a :class:`BorderedBias`, buckets, shared by all layers.
+
+    Args:
+        relation: which of the N' x N' pairs of regular nodes exist.
+        index: uint8 [P], of these pairs.
+        super_columns: uint8 [1, N', N_s], of regular rows.
+        super_rows: uint8 [1, N_s, N].
+    """
+
+    relation: Relation
+    index: Tensor
+    super_columns: Tensor
+    super_rows: Tensor
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BorderedData:
+        moved = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.super_columns, self.super_rows))
+        return BorderedData(self.relation.to(device), *moved)
+
+    def bias(self, table: Tensor) -> BorderedBias:
+        """With the table [H, R] of a layer."""
+        return BorderedBias(
+            pairs=BucketBias(self.index, table, self.relation),
+            super_columns=BucketBias(self.super_columns, table),
+            super_rows=BucketBias(self.super_rows, table),
+        )
+
+
+Bias = DenseBias | BucketBias | ProjectedBias | BorderedBias
 
 
 def _shape(relation: Relation, heads: int) -> torch.Size:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megagraph.attention.bias import MASKED_BUCKET, Bias, BucketBias, DenseBias, ProjectedBias, check_strided
+from megagraph.attention.bias import (
+    MASKED_BUCKET,
+    Bias,
+    BorderedBias,
+    BucketBias,
+    DenseBias,
+    ProjectedBias,
+    check_strided,
+)
 from megagraph.attention.engines import ENGINES
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
@@ -66,7 +74,9 @@ def check_inputs(
 
     tensors: dict[str, Tensor | None] = {"k": k, "v": v}
     if bias is not None:
-        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
+        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias) and (
+            layout is None or not isinstance(bias, BorderedBias)  # which takes several steps
+        ):
             raise ValueError(
                 f"bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got {type(bias).__name__}"
             )
@@ -116,6 +126,8 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
     """
     if step.engine not in ENGINES:
         raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {step.engine!r}")
+    if step.engine != "blocked" and (step.columns is not None or step.first_column):
+        raise ValueError(f"columns and first_column must be None and 0 for engine {step.engine!r}, which has no lists")
     if step.short and not whole:  # that path takes all keys to be here, and looks for a column of each
         raise ValueError(f"short must be False in one step of several, got {step.short}")
     if q.ndim != 4 or k.ndim != 4:

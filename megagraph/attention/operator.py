@@ -132,6 +132,7 @@ def make_step(
     short: bool,
 ) -> Step:
     """The arguments of a call, checked, as a step that has no keys yet."""
+    lists: dict[str, Any] = {} if bias is None or bias.relation is None else bias.relation.lists
     return Step(
         engine=engine,
         short=short,
@@ -144,7 +145,7 @@ def make_step(
         scale=q.shape[-1] ** -0.5 if scale is None else check_scale(scale),
         dropout_p=dropout_p,
         dropout_key=None if dropout_p == 0.0 or dropout_key is None else dropout_key.contiguous(),
-        **({} if bias is None or bias.relation is None else bias.relation.lists),
+        **lists,
     )
 
 
@@ -220,8 +221,7 @@ def attention_step_(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> None:
     if state.last:
         _check_rows(q, lse=state.lse)
         check_tensor("out", state.out, q.device, q.shape, q.dtype)
-    if state.first:
-        check_values(step)
+    check_values(step)
     if q.numel():
         ENGINES[step.engine].forward(step, q, k, v, state)
 

@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh
 
-from megagraph.attention.bias import Bias
+from megagraph.attention.bias import Bias, BorderedBias
+from megagraph.attention.bordered import bordered_attention
 from megagraph.attention.checks import check_inputs
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
 from megagraph.attention.exchange import Exchange, Loopback, make_exchange
@@ -119,14 +120,20 @@ def ring_attention(
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
     """
-    bias = as_bias(bias)
+    given = as_bias(bias)
     check_comm(comm)
     layout.check_mesh(mesh)
-    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key, layout)
-    path = choose(impl, q, ring=layout.world_size > 1)
-    step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
+    check_inputs(q, k, v, given, key_padding_mask, dropout_p, dropout_key, layout)
+    sparse = given is not None and given.relation is not None
+    engine, _ = path = choose(impl, q, ring=layout.world_size > 1, sparse=sparse)
+    if sparse and layout.world_size > 1:
+        raise NotImplementedError(f"a sparse bias needs all nodes on one rank so far, got {layout.world_size} ranks")
+    if isinstance(given, BorderedBias) and engine != "reference":
+        out, lse = bordered_attention(q, k, v, given, key_padding_mask, scale, dropout_p, dropout_key, engine)
+        return (out, lse) if return_lse else out
+    step = make_step(q, given, key_padding_mask, scale, dropout_p, dropout_key, *path)
     if mesh is None or layout.world_size == 1:
-        out, lse = attention(step, q, k, v, bias)
+        out, lse = attention(step, q, k, v, given)
     else:
         out, lse = _attend(comm, make_exchange(mesh, q.device), [layout], [step], [q, k, v, step.learned])
     return (out, lse) if return_lse else out
@@ -152,14 +159,14 @@ def loopback_attention(
     Takes and returns whole tensors: q, k, v [B, H, N, D], the last ``num_super`` nodes super nodes, bias
     [B or 1, H or 1, N, N] -> out [B, H, N, D], lse [B, H, N].
     """
-    bias = as_bias(bias)
-    check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
+    given = as_bias(bias)
+    check_inputs(q, k, v, given, key_padding_mask, dropout_p, dropout_key)
     path = choose(impl, q, ring=True)
     num_nodes = q.shape[2] - num_super
     layouts = [NodeLayout(num_nodes, num_super, rank, world_size) for rank in range(world_size)]
     steps, inputs = [], []
     for layout in layouts:
-        rows = None if bias is None else bias.rows(layout.local_to_global.clamp(min=0).to(q.device))
+        rows = None if given is None else given.rows(layout.local_to_global.clamp(min=0).to(q.device))
         steps.append(make_step(q, rows, key_padding_mask, scale, dropout_p, dropout_key, *path))
         inputs += [*(layout.shard(x, 2) for x in (q, k, v)), steps[-1].learned]
     flat = _attend(check_comm(comm), Loopback(), layouts, steps, inputs)

@@ -20,6 +20,7 @@ _IN_SCHEMA: dict[Any, str] = {
     Segments: "SymInt[]",
     str: "str",
     float: "float",
+    int: "SymInt",
     bool: "bool",
     bool | None: "bool?",
 }
@@ -72,6 +73,7 @@ class Step(Arguments):
     dropout_p: float
     dropout_key: Tensor | None  # int32 [B]; None: no dropout
     row_ids: Tensor | None = None  # integer [M], global row of each local row; None: the same
+    first_column: int = 0  # global column of column 0 of the bias and the masks; dropout asks for it
     # of a sparse bias, as ``relation.Relation`` has them; data is then [P] or [P, C], a dense learned part [P, H]
     row_starts: Tensor | None = None
     columns: Tensor | None = None

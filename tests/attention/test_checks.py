@@ -41,6 +41,7 @@ def valid(name: str) -> dict:
         dropout_p=0.3,
         dropout_key=problem.dropout_key,
         row_ids=row_ids,
+        first_column=0,
         **dict.fromkeys(LISTS),
     )
     out, (lse, m, l) = torch.zeros_like(problem.q), (zeros(B, H, M) for _ in range(3))

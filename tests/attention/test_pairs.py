@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import megagraph as mg
-from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.bias import BorderedData, BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import _attention, make_step
 from megagraph.attention.relation import Relation
 from tests.problems import Problem, assert_matches, expected, make_bias, of_a_cpu, with_learned
@@ -280,3 +281,68 @@ def test_the_lists_are_those_of_the_pairs():
     by_key = sorted(range(len(row)), key=lambda p: (int(sequence[p]), int(column[p]), int(row[p])))
     assert relation.key_pairs.tolist() == by_key
     assert relation.key_rows.tolist() == row[by_key].tolist()
+
+
+def bordered(num_super, *, B=1, H=3, regular=21, D=5, dropout_p=0.0, dtype=torch.float64):
+    """The problem with a dense bias, and with one of listed pairs and super nodes; some keys are padding."""
+    N = regular + num_super
+    torch.manual_seed(N)
+    pairs = torch.ones(1, N, N, dtype=torch.bool)
+    pairs[:, :regular, :regular] = present("scattered", 1, regular, regular)
+    pairs[:, 1, regular:] = False  # a row of nobody but listed pairs
+    bias = make_bias("bucket", 1, H, N, N, dtype, ~pairs)
+    q, k, v, d_out = (torch.randn(B, H, N, D, dtype=dtype) for _ in range(4))
+    padding = torch.rand(B, N) < 0.2
+    key = torch.randint(-(2**31), 2**31, (B,), dtype=torch.int32) if dropout_p else None
+    whole = Problem(q, k, v, bias, padding, dropout_p, key, d_out, torch.randn(B, H, N, dtype=dtype))
+    among = BucketBias(csr(bias.index[:, :regular, :regular], pairs[:, :regular, :regular]), bias.table)
+    data = BorderedData(
+        among.relation,
+        among.index,
+        bias.index[:, :regular, regular:].contiguous(),
+        bias.index[:, regular:].contiguous(),
+    )
+    return whole, data
+
+
+@pytest.mark.parametrize("impl", ["blocked", "reference"])
+@pytest.mark.parametrize(("num_super", "B", "dropout_p"), [(1, 1, 0.0), (4, 1, 0.3), (17, 2, 0.3)])
+def test_super_nodes_see_and_are_seen_by_all(impl, num_super, B, dropout_p):
+    whole, data = bordered(num_super, B=B, dropout_p=dropout_p)
+    layout = NodeLayout(21, num_super)
+
+    def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
+        options = dict(key_padding_mask=padding, dropout_p=dropout_p, dropout_key=dropout_key, return_lse=True)
+        return mg.ring_attention(q, k, v, data.bias(bias.table), layout=layout, **options, impl=impl)
+
+    assert_equal(expected(whole, attend), expected(whole))
+
+
+def test_regular_rows_alone():
+    whole, data = bordered(4, dropout_p=0.3)
+    want = expected(
+        replace(
+            whole,
+            q=whole.q[:, :, :21],
+            bias=whole.bias.rows(slice(21)),
+            d_out=whole.d_out[:, :, :21],
+            d_lse=whole.d_lse[:, :, :21],
+        )
+    )
+
+    def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
+        options = dict(key_padding_mask=padding, dropout_p=dropout_p, dropout_key=dropout_key, return_lse=True)
+        return mg.ring_attention(q, k, v, data.bias(bias.table).rows(slice(21)), layout=NodeLayout(21, 4), **options)
+
+    some = replace(whole, q=whole.q[:, :, :21], d_out=whole.d_out[:, :, :21], d_lse=whole.d_lse[:, :, :21])
+    assert_equal(expected(some, attend), want)
+    with pytest.raises(ValueError, match=r"all 25, or the first 21, got slice"):
+        data.bias(whole.bias.table).rows(slice(20))
+
+
+def test_a_ring_says_that_it_takes_no_lists():
+    whole, data = bordered(4)
+    layout = NodeLayout(21, 4, 0, 2)
+    rows = [x[:, :, : layout.num_local] for x in (whole.q, whole.k, whole.v)]
+    with pytest.raises((NotImplementedError, ValueError)):
+        mg.ring_attention(*rows, data.bias(whole.bias.table), layout=layout)

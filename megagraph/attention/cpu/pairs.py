@@ -78,6 +78,7 @@ class _Work(NamedTuple):
     scale: float
     keep: float  # 1 / (1 - p)
     threshold: np.uint32  # of dropout
+    first_column: int  # global column of column 0
     segments: np.ndarray  # int64 [., 3]: first key, first column, length
 
 
@@ -230,7 +231,7 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                             p = exp(load(s, LANES * j) - pivot)
                             part = part + p
                             if len(dropout_keys):
-                                hashed = pair_hash(row_key, splat(np.uint32(columns[chunk + j])))
+                                hashed = pair_hash(row_key, splat(np.uint32(columns[chunk + j] + work.first_column)))
                                 p = keep_from(p, hashed, splat(work.threshold))
                             store(s, LANES * j, p)
                         l = multiply_add(l, factor, part)
@@ -304,7 +305,7 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
                                 x = splat(minus_inf)
                             dp = _dot(d_out_t, 0, v_t, places[j], width)
                             if len(dropout_keys):
-                                hashed = pair_hash(row_key, splat(np.uint32(columns[pair])))
+                                hashed = pair_hash(row_key, splat(np.uint32(at_column + work.first_column)))
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                             ds = exp(x - pivot) * (dp - less)
                             store(s, LANES * j, ds)
@@ -372,7 +373,7 @@ def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added)
                             kept = p
                             if len(dropout_keys):
                                 row_key = _row_key(dropout_keys, b, group, row_ids[row])
-                                hashed = pair_hash(row_key, splat(np.uint32(column)))
+                                hashed = pair_hash(row_key, splat(np.uint32(column + work.first_column)))
                                 kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                             store(p_t, LANES * j, kept)
@@ -459,6 +460,7 @@ def _work(step: Step, q: Tensor, k: Tensor, number: type) -> _Work:
         scale=number(step.scale),
         keep=number(1.0 / (1.0 - step.dropout_p) if dropped else 1.0),
         threshold=np.uint32(dropout_threshold(step.dropout_p)),
+        first_column=step.first_column,
         segments=np.array(step.segments, np.int64).reshape(-1, 3),
     )
 

@@ -45,6 +45,7 @@ class Pairs(NamedTuple):
     padding: np.ndarray  # bool [B, N], True = masked, or none
     row_keys: Plane  # uint32 [B, H, M], or none
     threshold: np.uint32  # a hash below it drops a pair
+    first_column: int  # global column of column 0
 
 
 class Sums(NamedTuple):
@@ -278,7 +279,7 @@ def fold_rows(s, m, padded, running, at, width, pairs, place):
     follow, all but the product."""
     maxima, sums, acc = running
     row_keys, key_at, threshold = pairs.row_keys.memory, place_of(pairs.row_keys, place), pairs.threshold
-    column = place[3]
+    column = place[3] + pairs.first_column
     for i in range(m):
         o, here = i * MOST_KEYS, at + i
         largest, sum_ = splat(maxima[here]), splat(s.dtype.type(0))
@@ -308,7 +309,7 @@ def softmax_backward(s, dp, m, padded, lse, delta, pairs, place):
     lse, lse_at, lse_stride = lse.memory, place_of(lse, place), lse.stride_row
     delta, delta_at, delta_stride = delta.memory, place_of(delta, place), delta.stride_row
     row_keys, key_at, threshold = pairs.row_keys.memory, place_of(pairs.row_keys, place), pairs.threshold
-    column = place[3]
+    column = place[3] + pairs.first_column
     hashed = splat(np.uint32(0))
     for i in range(m):
         pivot, shift = lse[lse_at + i * lse_stride], splat(delta[delta_at + i * delta_stride])

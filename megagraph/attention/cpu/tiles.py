@@ -249,7 +249,7 @@ def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> Pairs:
     of_rows = of_rows._replace(memory=of_rows.memory.view(np.uint32))
     padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
     threshold = np.uint32(dropout_threshold(step.dropout_p))
-    return Pairs(bias_arrays(step, compute), padding.contiguous().numpy(), of_rows, threshold)
+    return Pairs(bias_arrays(step, compute), padding.contiguous().numpy(), of_rows, threshold, step.first_column)
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
