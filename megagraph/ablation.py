@@ -52,7 +52,7 @@ def evaluate(
     missing = {
         "initial": not model.bias_start and "its bias started at random",
         "global_token": config.global_tokens == 0 and "it has no global tokens",
-        "samples": (config.batching == "cluster" or config.samples == 1) and "a target has one sequence already",
+        "samples": (config.batching != "ego" or config.samples == 1) and "a target has one sequence already",
     }
     if refused := [part for part in ablate if missing.get(part)]:
         raise ValueError(f"the run {run} cannot be evaluated without {refused[0]!r}: {missing[refused[0]]}")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megagraph import files
-from megagraph.data.options import BatchOptions, Scope
+from megagraph.data.options import Batching, BatchOptions, Scope
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan, ScheduleName
 
@@ -79,7 +79,8 @@ class TrainConfig:
     global_tokens: int = BatchOptions.global_tokens
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"
-    """projected: adjacency powers; bucket: hop distances; auto: bucket for cluster batches and graphormer."""
+    """projected: adjacency powers; bucket: hop distances; auto: bucket but for ego batches of
+    hierarchical."""
     channels: int = BatchOptions.channels
     """Adjacency powers of a projected bias."""
     power_scope: Scope = BatchOptions.power_scope
@@ -94,8 +95,9 @@ class TrainConfig:
     input_dropout: float = ModelConfig.input_dropout
     attention_dropout: float = ModelConfig.attention_dropout
 
-    batching: Literal["ego", "cluster"] = BatchOptions.batching
-    """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target."""
+    batching: Batching = BatchOptions.batching
+    """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target;
+    full: the whole graph is one sequence, and an epoch one step."""
     batch_size: int = 32
     """Global batch: target nodes (ego) or sequences (cluster)."""
     sample_nodes: int = BatchOptions.sample_nodes
@@ -106,8 +108,14 @@ class TrainConfig:
     """Super nodes of the coarsened graph per node (ego)."""
     sequence_nodes: int = BatchOptions.sequence_nodes
     """Regular nodes of a cluster sequence."""
+    hops: int = BatchOptions.hops
+    """In full batches nodes so far apart attend to each other."""
+    top: int = BatchOptions.top
+    """In full batches a node also attends to so many that are nearest by personalised PageRank."""
+    max_pairs: int = BatchOptions.max_pairs
+    """In full batches: more pairs of nodes are refused."""
     super_nodes: int | None = BatchOptions.super_nodes
-    """Super nodes of a sequence with the global tokens; default for ego batches one more than these, for cluster 64."""
+    """Super nodes of a sequence with the global tokens; default for ego batches one more than these, else 64."""
 
     epochs: int = 5
     max_steps: int | None = None
@@ -210,6 +218,13 @@ class TrainConfig:
                 raise ValueError(f"{name} is a part of --plan auto, got {value} beside --plan {self.plan}")
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0, got {value}")
+        if self.batching == "full":
+            plan = None if self.plan == "auto" else self.parallel_plan()
+            if plan is None or plan.cp * plan.dp * plan.num_microbatches > 1:
+                raise ValueError(
+                    "plan must have cp = dp = 1 and microbatches 1 for full batches, whose only sequence no ranks "
+                    f"share yet, got {self.plan} and {self.microbatches}"
+                )
         if self.plan != "auto":
             self.parallel_plan()
         elif self.stage_layers is not None or self.stages_per_rank != 1:
@@ -262,6 +277,8 @@ class TrainConfig:
     @property
     def batch_sequences(self) -> int:
         """Sequences of a global batch."""
+        if self.batching == "full":
+            return 1
         return self.batch_size * (self.samples if self.batching == "ego" else 1)
 
     def model_config(
@@ -292,7 +309,7 @@ class TrainConfig:
     @property
     def bias_form(self) -> Literal["projected", "bucket"]:
         if self.bias == "auto":
-            return "bucket" if self.batching == "cluster" or self.model == "graphormer" else "projected"
+            return "projected" if self.batching == "ego" and self.model == "hierarchical" else "bucket"
         return self.bias
 
     @property

@@ -62,7 +62,7 @@ def make_loader(
         batch_size=config.batch_size,
         seed=config.seed,
         shuffle=shuffle,
-        num_workers=config.workers,
+        num_workers=0 if config.batching == "full" else config.workers,  # the only batch is built once
         share=share,
     )
 

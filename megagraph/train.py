@@ -19,6 +19,7 @@ from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.graph import Graph
+from megagraph.data.pairs import PairBuckets
 from megagraph.data.start import bias_start
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
@@ -196,6 +197,8 @@ class Trainer:
                 print(builder.quality, file=sys.stderr)
             if isinstance(builder.structure, BiasChannels):
                 print(builder.structure.powers, file=sys.stderr)
+            if isinstance(builder.structure, PairBuckets):
+                print(builder.structure, file=sys.stderr)
 
         epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
         epochs.run_all(state)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 _MOST_PAIRS = (1 << 31) - 1
-_KINDS = {torch.sparse_csr: "a torch.sparse_csr_tensor"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,19 +65,30 @@ class Relation:
         parts = [given] if isinstance(given, Tensor) else list(given)
         _check_parts(name, parts)
         counts = np.cumsum([0, *(part._nnz() for part in parts)])
-        if counts[-1] == 0:
-            raise ValueError(f"{name} must have pairs, got an empty relation; a bias in which nobody attends is none")
-        if counts[-1] > _MOST_PAIRS:
-            raise ValueError(f"{name} must have at most {_MOST_PAIRS:,} pairs, got {counts[-1]:,}; take fewer hops")
-        (num_rows, num_columns), lists = parts[0].shape[:2], []
-        for part, before in zip(parts, counts, strict=False):
-            starts, columns = (x.cpu().numpy() for x in (part.crow_indices(), part.col_indices()))
+        _check_count(name, int(counts[-1]))
+        lists = [(part.crow_indices().cpu(), part.col_indices().cpu()) for part in parts]
+        relation = cls._of_lists(name, lists, parts[0].shape[1], counts)
+        return relation.to(parts[0].device), torch.cat([part.values() for part in parts])
+
+    @classmethod
+    def from_lists(
+        cls, name: str, starts: Tensor, columns: Tensor, values: Tensor, num_columns: int
+    ) -> tuple[Relation, Tensor]:
+        """The same of one relation, from its row starts [M + 1], columns [P] and values [P, ...]."""
+        _check_count(name, len(columns))
+        return cls._of_lists(name, [(starts, columns)], num_columns, np.array([0, len(columns)])), values
+
+    @classmethod
+    def _of_lists(cls, name: str, given: list[tuple[Tensor, Tensor]], num_columns: int, counts: np.ndarray) -> Relation:
+        lists = []
+        for (starts_, columns_), before in zip(given, counts, strict=False):
+            starts, columns = starts_.numpy(), columns_.numpy()
             _check_lists(name, starts, columns, num_columns)
-            pairs = np.arange(len(columns), dtype=np.int32)
-            by_column = sp.csr_array((pairs, columns.astype(np.int32), starts), shape=(num_rows, num_columns)).tocsc()
+            pairs, shape = np.arange(len(columns), dtype=np.int32), (len(starts) - 1, num_columns)
+            by_column = sp.csr_array((pairs, columns.astype(np.int32), starts), shape=shape).tocsc()
             lists.append((starts, columns, by_column.indptr, by_column.indices, by_column.data + np.int32(before)))
         of_rows, of_columns, of_keys, key_rows, key_pairs = zip(*lists, strict=True)
-        relation = cls(
+        return cls(
             row_starts=_joined_starts(of_rows, counts),
             columns=_joined(of_columns),
             key_starts=_joined_starts(of_keys, counts),
@@ -86,8 +96,6 @@ class Relation:
             key_pairs=_joined(key_pairs),
             num_columns=num_columns,
         )
-        values = torch.cat([part.values() for part in parts])
-        return relation.to(parts[0].device), values
 
 
 def is_sparse(given: object) -> bool:
@@ -116,6 +124,13 @@ def _check_parts(name: str, parts: list[Tensor]) -> None:
             )
     if not parts:
         raise ValueError(f"{name} must have a relation for every sequence, got an empty list")
+
+
+def _check_count(name: str, count: int) -> None:
+    if count == 0:
+        raise ValueError(f"{name} must have pairs, got an empty relation; a bias in which nobody attends is none")
+    if count > _MOST_PAIRS:
+        raise ValueError(f"{name} must have at most {_MOST_PAIRS:,} pairs, got {count:,}; take fewer hops")
 
 
 def _check_lists(name: str, starts: np.ndarray, columns: np.ndarray, num_columns: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megagraph.attention.bias import BorderedData
 from megagraph.attention.layout import NodeLayout
 
 EMBEDDED = ("features", "degrees", "node_ids", "node_index")  # fields of a batch that only the embedding reads
@@ -55,7 +56,7 @@ class Batch:
         node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = not read
         node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
         structure:        [b, C + G, S, N]  float32  or bfloat16, channels of ``ProjectedBias``, or
-                          [b, S, N]         uint8    buckets of ``BucketBias``
+                          [b, S, N]         uint8    buckets of ``BucketBias``, or ``BorderedData`` of a full batch
         key_padding_mask: [b, N]            bool     True = padding
         labels:           [b, t]            int64    class, -1 = does not count
         target_nodes:     [b, t]            int64    node id, -1 = padding
@@ -68,7 +69,7 @@ class Batch:
     degrees: Tensor
     node_ids: Tensor
     node_index: Tensor
-    structure: Tensor
+    structure: Tensor | BorderedData
     key_padding_mask: Tensor
     labels: Tensor
     target_nodes: Tensor
@@ -106,7 +107,10 @@ class Batch:
         non_blocking: bool = False,
     ) -> Batch:
         """The batch on ``device``, but for the fields to ``leave``."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
+        if isinstance(self.structure, BorderedData):
+            moved = replace(moved, structure=self.structure.to(device, non_blocking=non_blocking))
+        return moved
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
@@ -114,6 +118,8 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
         values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in leave)
         mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
+        if isinstance(self.structure, BorderedData):
+            return replace(self, **mapped)
         # with the memory between its rows: they stay aligned, and it is one copy
         mapped["structure"] = function(_whole_rows(self.structure))[..., : self.structure.shape[-1]]
         return replace(self, **mapped)

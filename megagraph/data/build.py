@@ -14,6 +14,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.coarsen import Coarsening
 from megagraph.data.graph import Graph
+from megagraph.data.pairs import PairBuckets
 from megagraph.data.structure import BiasChannels, DistanceBuckets
 
 
@@ -34,7 +35,9 @@ class Builder(ABC):
     sequence_nodes: int  # N
     samples = 1  # sequences of a target
 
-    def __init__(self, graph: Graph, coarsening: Coarsening, structure: BiasChannels | DistanceBuckets) -> None:
+    def __init__(
+        self, graph: Graph, coarsening: Coarsening, structure: BiasChannels | DistanceBuckets | PairBuckets
+    ) -> None:
         self.graph = graph
         self.coarsening = coarsening
         self.structure = structure

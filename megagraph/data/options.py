@@ -9,9 +9,12 @@ from typing import Literal, get_args
 import torch
 
 SEQUENCE_ALIGNMENT = 128
+MOST_BUCKETS = 255
+PAIR_CLASSES = 8  # of the weight of a pair of nodes, in full batches
 _CLUSTER_SUPER_NODES = 64
 
 Scope = Literal["auto", "graph", "batch"]
+Batching = Literal["ego", "cluster", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: TrainConfig has these defaults from the class
@@ -19,7 +22,7 @@ class BatchOptions:
     """How sequences are made of a graph; paper symbols in brackets.
 
     Args:
-        batching: ``"ego"`` (``EgoBatches``) or ``"cluster"`` (``ClusterBatches``).
+        batching: ``"ego"`` (``EgoBatches``), ``"cluster"`` (``ClusterBatches``) or ``"full"`` (``FullBatches``).
         bias: ``"projected"`` (``BiasChannels``) or ``"bucket"`` (``DistanceBuckets``).
         channels, channel_dtype: of a projected bias: powers of the adjacency, and the dtype they come in.
         power_scope, power_gib: whose powers, and what they may take [GiB] (``AdjacencyPowers``).
@@ -28,13 +31,14 @@ class BatchOptions:
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         super_ratio: of ego batches: super nodes of the coarsened graph per node.
         sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
+        hops, top, max_pairs: of full batches: which pairs of nodes attend (``PairBuckets``), and how many may.
         super_nodes: of a sequence, with the global tokens; ``num_super`` has the default.
 
     Raises:
         ValueError: a value that no batch can have.
     """
 
-    batching: Literal["ego", "cluster"] = "ego"
+    batching: Batching = "ego"
     bias: Literal["projected", "bucket"] = "projected"
     channels: int = 6
     power_scope: Scope = "auto"
@@ -46,25 +50,44 @@ class BatchOptions:
     samples: int = 8
     super_ratio: float = 0.1
     sequence_nodes: int = 1024
+    hops: int = 1
+    top: int = 32
+    max_pairs: int = 1 << 28
     super_nodes: int | None = None
 
     def __post_init__(self) -> None:
-        words = {"batching": ("ego", "cluster"), "bias": ("projected", "bucket"), "power_scope": get_args(Scope)}
+        words = {"batching": get_args(Batching), "bias": ("projected", "bucket"), "power_scope": get_args(Scope)}
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
         if not 0.0 < self.power_gib < math.inf:
             raise ValueError(f"power_gib must be above 0, got {self.power_gib}")
-        names = ("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes")
-        for low, name in (*((1, name) for name in names), (0, "global_tokens")):
+        names = ("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes", "hops", "max_pairs")
+        for low, name in (*((1, name) for name in names), (0, "global_tokens"), (0, "top")):
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if self.batching == "full" and self.bias != "bucket":
+            raise ValueError(f"bias must be bucket or auto for full batches, got {self.bias}")
+        if self.batching == "full" and (buckets := self.num_full_buckets) > MOST_BUCKETS:
+            raise ValueError(
+                f"hops and max_distance must make at most {MOST_BUCKETS} buckets, got {buckets}; lower them"
+            )
         if not 0.0 < self.super_ratio <= 1.0:
             raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
         if self.batching == "cluster" and self.sequence_nodes % SEQUENCE_ALIGNMENT:
             raise ValueError(f"sequence_nodes must be a multiple of {SEQUENCE_ALIGNMENT}, got {self.sequence_nodes}")
         if self.num_super <= self.global_tokens:
             raise ValueError(f"super_nodes must be above global_tokens = {self.global_tokens}, got {self.num_super}")
+
+    @property
+    def num_pair_buckets(self) -> int:
+        """Of two regular nodes, in full batches."""
+        return 1 + PAIR_CLASSES * (self.hops + (self.top > 0))
+
+    @property
+    def num_full_buckets(self) -> int:
+        """Of all nodes, in full batches."""
+        return self.num_pair_buckets + self.max_distance + 4
 
     @property
     def num_super(self) -> int:

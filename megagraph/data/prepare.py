@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.coarsen import Coarsening, coarsen, merge, partition, quotient
 from megagraph.data.ego import EgoBatches
+from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
+from megagraph.data.pairs import PairBuckets
 from megagraph.data.sample import Pagerank
 from megagraph.data.structure import BiasChannels, DistanceBuckets
 
 _CLUSTER_NODES = 300  # and fewer in short sequences: some eight make one
+_ORDERED_NODES = 64  # of a cluster of a full batch, whose order they are: neighbours stand close in memory
 _COARSE_EDGES = 32  # of a super node of cluster batches
 
 
@@ -34,6 +39,8 @@ def prepare(
         # samples of one target differ only if there are clearly more candidates than are drawn
         pagerank = Pagerank(graph, max_candidates=max(128, 4 * options.sample_nodes))
         return EgoBatches(graph, coarsening, structure, pagerank, options)
+    if cluster_size is None and options.batching == "full":
+        cluster_size = _ORDERED_NODES
     if cluster_size is None:
         cluster_size = min(_CLUSTER_NODES, max(1, options.sequence_nodes // 8))
     if cluster_size < 1:
@@ -42,6 +49,9 @@ def prepare(
     edges = quotient(graph, clusters)
     supers, between = merge(clusters, edges, options.num_super - options.global_tokens)
     coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
+    if options.batching == "full":
+        order = np.lexsort((clusters, supers))
+        return FullBatches(graph, coarsening, PairBuckets(graph, coarsening, order, options), options, order)
     structure = _structure(graph, coarsening, options)
     return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from megagraph.data.batch import Share
 from megagraph.data.build import Builder
-from megagraph.data.options import BatchOptions
+from megagraph.data.options import PAIR_CLASSES, BatchOptions
+from megagraph.data.pairs import PairBuckets
 from megagraph.data.structure import DistanceBuckets
 
 _NODES = 2**12  # so many slots of sequences are looked at
@@ -16,13 +18,15 @@ _ROWS = 128  # and of a sequence about so many of its regular rows
 def bias_start(builder: Builder) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Units and initial values of the learned part of a bias, ``ModelConfig.bias_unit`` and ``bias_start``.
 
-    Buckets: distance d starts at -d, "further" as one more than the largest, likewise to super nodes; the own super
-    node and global tokens at 0.
+    Buckets: distance d starts at -d, "further" as one more than the largest, likewise to super nodes and, in full
+    batches, for pairs that PageRank lists; the own super node and global tokens at 0.
 
     Channels: the unit of a channel is its standard deviation over the pairs of two nodes in which it is not 0, 1 where
     all of these are equal.
     """
     structure = builder.structure
+    if isinstance(structure, PairBuckets):
+        return (), structure.start
     if isinstance(structure, DistanceBuckets):
         distances = [-float(d) for d in range(structure.max_distance + 2)]
         return (), (*distances, *distances, 0.0, 0.0)
@@ -34,6 +38,12 @@ def bias_start(builder: Builder) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def bias_labels(options: BatchOptions) -> list[str]:
     """What each channel or bucket of a bias says of a pair of nodes, in a word."""
+    if options.batching == "full":
+        classes = [f"2^-{c + 2}" for c in range(PAIR_CLASSES)]
+        near = [f"hop {h}, {c}" for h in range(1, options.hops + 1) for c in classes]
+        listed = [f"listed, {c}" for c in classes] if options.top else []
+        coarse = [*map(str, range(options.max_distance + 1)), "further"]
+        return ["self", *near, *listed, *(f"super {d}" for d in coarse), "own super", "token"]
     tokens = [f"token {g}" for g in range(options.global_tokens)]
     if options.bias == "projected":
         powers = [f"power {k}" for k in range(1, options.channels + 1)]
@@ -54,6 +64,7 @@ def channel_deviations(builder: Builder) -> tuple[float, ...]:
     batch = builder.build(item, np.zeros(num_nodes, bool), rng, share)
     off_diagonal = batch.layout.local_to_global[:, None].numpy() != np.arange(batch.num_nodes)
     deviations = []
+    assert isinstance(batch.structure, torch.Tensor)
     for channel in batch.structure.unbind(1):
         values = channel[:, off_diagonal].double().numpy()
         deviation = values[values != 0].std() if values.any() else 0.0

@@ -306,6 +306,35 @@ def num_buckets(max_distance: int) -> int:
     return 2 * (max_distance + 2) + 2
 
 
+class CoarseBuckets:
+    """Buckets between super nodes and all nodes of a sequence, M = max_distance + 2 distances and one more:
+
+    0 .. M - 1      hops in the coarse graph between their super nodes, but
+    M               a regular node and the super node that it belongs to
+    """
+
+    def __init__(self, coarsening: Coarsening, max_distance: int) -> None:
+        num_parts = coarsening.num_parts
+        if num_parts > MAX_HOP_TABLE_NODES:
+            raise ValueError(
+                f"expected at most {MAX_HOP_TABLE_NODES} super nodes for distance buckets, got "
+                f"{num_parts}; lower super_ratio or take bias='projected'"
+            )
+        self.size = max_distance + 4  # buckets, with that of a global token
+        self._own = np.uint8(max_distance + 2)
+        self._super_of = coarsening.membership
+        self._hops = np.empty((num_parts, num_parts), np.uint8)
+        arrays = csr_arrays(coarsening.adjacency.indptr, coarsening.adjacency.indices)
+        hop_distances(*arrays, max_distance, range(num_parts), self._hops[None])
+
+    def __call__(self, regular: np.ndarray, supers: np.ndarray) -> np.ndarray:
+        """Regular nodes [B, n], super nodes [B, s] -> uint8 [B, s, n + s]; of padding, any."""
+        super_of = self._super_of[regular]
+        hops = self._hops[supers[:, :, None], np.concatenate([super_of, supers], axis=1)[:, None, :]]
+        hops[:, :, : regular.shape[1]][supers[:, :, None] == super_of[:, None, :]] = self._own
+        return hops
+
+
 class DistanceBuckets:
     """Buckets of ``BucketBias``: clipped hop distances (Graphormer's spatial encoding).
 
@@ -321,19 +350,10 @@ class DistanceBuckets:
         self.size = num_buckets(max_distance)  # buckets
         if max_distance < 1 or self.size > PADDING:
             raise ValueError(f"expected max_distance in 1..{(PADDING - 2) // 2 - 2}, got {max_distance}")
-        num_parts = coarsening.num_parts
-        if num_parts > MAX_HOP_TABLE_NODES:
-            raise ValueError(
-                f"expected at most {MAX_HOP_TABLE_NODES} super nodes for distance buckets, got "
-                f"{num_parts}; lower super_ratio or take bias='projected'"
-            )
         self.max_distance = max_distance
         self.global_tokens = global_tokens
         self._induced = InducedSubgraph(graph.indptr, graph.indices)
-        self._super_of = coarsening.membership
-        self._coarse_hops = np.empty((num_parts, num_parts), np.uint8)
-        arrays = csr_arrays(coarsening.adjacency.indptr, coarsening.adjacency.indices)
-        hop_distances(*arrays, max_distance, range(num_parts), self._coarse_hops[None])
+        self._coarse = CoarseBuckets(coarsening, max_distance)
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
         """Of the buckets of this many sequences."""
@@ -347,10 +367,7 @@ class DistanceBuckets:
         regular_rows, super_rows = buckets[:, : len(block)], buckets[:, layout.block_size :]
         starts, columns, _ = self._induced(regular)
         hop_distances(starts, columns, self.max_distance, block, regular_rows[:, :, :n])
-        super_of = self._super_of[regular]
-        hops = self._coarse_hops[supers[:, :, None], np.concatenate([super_of, supers], axis=1)[:, None, :]]
-        hops += np.uint8(self.max_distance + 2)
-        hops[:, :, :n][supers[:, :, None] == super_of[:, None, :]] = self.size - 2
+        hops = self._coarse(regular, supers) + np.uint8(self.max_distance + 2)
         super_rows[:, :s, :tokens] = hops
         regular_rows[:, :, n:tokens] = hops[..., block.start : block.stop].swapaxes(1, 2)
         padding = np.zeros((len(regular), layout.num_columns), bool)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from megagraph.attention.bias import BucketBias, ProjectedBias
+from megagraph.attention.bias import Bias, BorderedData, BucketBias, ProjectedBias
 from megagraph.attention.dropout import mix_key
 from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
@@ -26,14 +26,15 @@ class Context:
     """What a batch tells every layer.
 
     Args:
-        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank.
+        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank. Or, of a whole graph,
+            the buckets of listed pairs and of super nodes.
         key_padding_mask: bool [B, N], True = padding.
         layout: which nodes the S rows are.
         dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
         packing: hidden states are packed rows [T, d] of whole sequences on one rank; ``None``: they are [B, S, d].
     """
 
-    structure: Tensor
+    structure: Tensor | BorderedData
     key_padding_mask: Tensor
     layout: NodeLayout
     dropout_key: Tensor | None = None
@@ -89,8 +90,10 @@ class GraphTransformerLayer(nn.Module):
     def _forward(self, x: Tensor, context: Context, num_queries: int | None) -> Tensor:
         rows, packing, key = slice(num_queries), context.packing, context.dropout_key
         learned = self.bias_weight if self.bias_unit is None else self.bias_weight / self.bias_unit
-        bias: BucketBias | ProjectedBias
-        if self.bias_form == "bucket":
+        bias: Bias
+        if isinstance(context.structure, BorderedData):
+            bias = context.structure.bias(learned).rows(rows)
+        elif self.bias_form == "bucket":
             bias = BucketBias(context.structure[:, rows], learned)
         else:
             bias = ProjectedBias(context.structure[:, :, rows], learned)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from megagraph.attention.bias import BorderedData
 from megagraph.attention.dropout import mix_key
 from megagraph.attention.engines import is_short_shape
 from megagraph.attention.hidden import hidden_dropout
@@ -89,7 +90,7 @@ class GraphTransformer(nn.Module):
         self,
         features: Tensor,
         node_index: Tensor,
-        structure: Tensor,
+        structure: Tensor | BorderedData,
         key_padding_mask: Tensor,
         *,
         degrees: Tensor | None = None,
@@ -102,7 +103,8 @@ class GraphTransformer(nn.Module):
         Args:
             features: [U, d_in], the batch's distinct raw rows (graph nodes and super nodes), or [U, d] learned ones.
             node_index: int64 [B, S - G], the row of ``features`` at each local position; G global tokens follow.
-            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank.
+            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank; or
+                those of a whole graph.
             key_padding_mask: bool [B, N], True = padding.
             degrees: int64 [U], of the rows of ``features``; only Graphormer reads it.
             layout: which nodes are local; ``None``: all, on one rank.

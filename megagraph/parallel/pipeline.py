@@ -30,6 +30,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.profiler import record_function
 
+from megagraph.attention.bias import BorderedData
 from megagraph.attention.exchange import travels_through_host
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
@@ -119,7 +120,7 @@ class Stage(nn.Module):
         x: Tensor | None = None,
         *,
         setting: Setting,
-        structure: Tensor,
+        structure: Tensor | BorderedData,
         key_padding_mask: Tensor,
         embedded: Embedded | None = None,
         labels: Tensor | None = None,
@@ -278,7 +279,8 @@ class Pipeline:
         Each holds buffers of b * S * d for what its stages receive, and in training as much for gradients; those not
         used for longest are given up. Shapes are few: of all sizes of a loader's batches only b differs.
         """
-        key = (training, batch.batch_size, batch.layout.num_local, *batch.labels.shape, batch.structure.shape[0])
+        of_all = isinstance(batch.structure, BorderedData) or batch.structure.shape[0] == 1
+        key = (training, batch.batch_size, batch.layout.num_local, *batch.labels.shape, of_all)
         found = self._schedules.pop(key, None) or self._make_schedule(batch, inputs, training)
         if len(self._schedules) == _MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
