@@ -95,6 +95,8 @@ class TrainConfig:
     input_dropout: float = ModelConfig.input_dropout
     attention_dropout: float = ModelConfig.attention_dropout
 
+    propagate: int = BatchOptions.propagate
+    """Beside a node's features those of its surroundings, averaged once, twice, ... so many times."""
     batching: Batching = BatchOptions.batching
     """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target;
     full: the whole graph is one sequence, and an epoch one step."""
@@ -118,6 +120,8 @@ class TrainConfig:
     """Super nodes of a sequence with the global tokens; default for ego batches one more than these, else 64."""
 
     epochs: int = 5
+    patience: int | None = None
+    """Stop after so many epochs in a row without a better one on the validation nodes."""
     max_steps: int | None = None
     """Stop after this many steps, whatever the epochs say."""
     learning_rate: float = 5e-4
@@ -189,8 +193,9 @@ class TrainConfig:
         for name in ("clip_norm", "timeout"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        for name in ("max_steps", "patience"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.resume == AUTO and self.out is None:
             raise ValueError("--resume auto needs --out, the folder of the run to begin or to go on with")
         if self.resume_step is not None and (self.resume is None or self.resume_step < 0):

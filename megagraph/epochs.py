@@ -179,7 +179,17 @@ class Epochs:
 
     @property
     def finished(self) -> bool:
-        return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps)
+        if self.batch:
+            return False
+        return self.epoch == self.config.epochs or self.step == self.total_steps or self._waits_in_vain
+
+    @property
+    def _waits_in_vain(self) -> bool:
+        """Whether the best epoch is too long ago."""
+        if self.config.patience is None or not self.history:
+            return False
+        best = max(self.history, key=self._score)  # the first of equals
+        return self.history[-1]["epoch"] - best["epoch"] >= self.config.patience
 
     def run_all(self, state: State) -> None:
         """Begin, or go on, and train to the end; the last checkpoint is on disk then."""

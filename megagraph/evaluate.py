@@ -197,10 +197,9 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
             "the model has learned a vector for every node of the graph it was trained on, and this graph has other "
             "edges; for another graph train with --embedding features"
         )
-    if not learned and graph.in_features != model_config.in_features:
-        raise ValueError(
-            f"the model was trained on {model_config.in_features} features a node, got a graph with {graph.in_features}"
-        )
+    trained_on = model_config.in_features // (1 + config.propagate)
+    if not learned and graph.in_features != trained_on:
+        raise ValueError(f"the model was trained on {trained_on} features a node, got a graph with {graph.in_features}")
     model, weights, table = make_model(config, model_config), opened.weights(), None
     if learned:
         table = NodeTable(model_config.in_features, model_config.dim)

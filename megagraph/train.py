@@ -230,7 +230,7 @@ def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelC
     learned = config.embedding == "learned"
     unit, start = bias_start(builder)
     return config.model_config(
-        in_features=builder.num_rows if learned else graph.in_features,
+        in_features=builder.num_rows if learned else builder.graph.in_features,
         num_classes=graph.num_classes,
         bias_size=builder.structure.size,
         bias_unit=unit,

@@ -28,6 +28,7 @@ class BatchOptions:
         power_scope, power_gib: whose powers, and what they may take [GiB] (``AdjacencyPowers``).
         max_distance: of a bucket bias: largest distance with a bucket of its own.
         global_tokens: G, at the end of every sequence.
+        propagate: features of so many powers of the adjacency beside a node's own (``smooth.propagated``).
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         super_ratio: of ego batches: super nodes of the coarsened graph per node.
         sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
@@ -46,6 +47,7 @@ class BatchOptions:
     channel_dtype: torch.dtype = torch.float32
     max_distance: int = 5
     global_tokens: int = 1
+    propagate: int = 0
     sample_nodes: int = 14
     samples: int = 8
     super_ratio: float = 0.1
@@ -63,7 +65,7 @@ class BatchOptions:
         if not 0.0 < self.power_gib < math.inf:
             raise ValueError(f"power_gib must be above 0, got {self.power_gib}")
         names = ("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes", "hops", "max_pairs")
-        for low, name in (*((1, name) for name in names), (0, "global_tokens"), (0, "top")):
+        for low, name in (*((1, name) for name in names), (0, "global_tokens"), (0, "propagate"), (0, "top")):
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.batching == "full" and self.bias != "bucket":

@@ -14,6 +14,8 @@ Class c has what is above 2^-(c + 2), from 1/4 on; the last one what is left. Pa
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import scipy.sparse as sp
 import torch
@@ -53,6 +55,7 @@ class PairBuckets:
         self.max_distance, self.global_tokens = options.max_distance, options.global_tokens
         hops, top = options.hops, options.top
         self._coarse = CoarseBuckets(coarsening, options.max_distance)
+        self._log_super = round(math.log(options.num_super), 3)
         self._first_coarse = options.num_pair_buckets
         self.size = options.num_full_buckets
         self.order = order
@@ -67,9 +70,9 @@ class PairBuckets:
 
     @property
     def start(self) -> tuple[float, ...]:
-        """Minus the distance of every bucket."""
-        hops, coarse = self._hops_of_buckets, [-float(d) for d in range(self.max_distance + 2)]
-        return (*(-float(h) for h in hops), *coarse, 0.0, 0.0)
+        """Minus the distance of every bucket; super nodes and tokens, which all see, weigh together as one would."""
+        distances = [*range(self.max_distance + 2), 0, 0]
+        return (*(-float(h) for h in self._hops_of_buckets), *(-self._log_super - d for d in distances))
 
     @property
     def num_pairs(self) -> int:

@@ -13,6 +13,7 @@ from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
 from megagraph.data.sample import Pagerank
+from megagraph.data.smooth import propagated
 from megagraph.data.structure import BiasChannels, DistanceBuckets
 
 _CLUSTER_NODES = 300  # and fewer in short sequences: some eight make one
@@ -33,6 +34,7 @@ def prepare(
         cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
         together: how clusters are packed (``ClusterBatches``).
     """
+    graph = propagated(graph, options.propagate)
     if options.batching == "ego":
         coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * options.super_ratio))))
         structure = _structure(graph, coarsening, options)

@@ -1,0 +1,48 @@
+"""Features of a node's surroundings beside its own: x, A~ x, A~^2 x, ... (SIGN, Frasca et al. 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import scipy.sparse as sp
+
+from megagraph.data.coarsen import normalized_adjacency
+from megagraph.data.graph import Graph
+
+MOST_BYTES = 1 << 35
+
+
+def propagated(graph: Graph, steps: int) -> Graph:
+    """The graph with features float32 [V, (1 + steps) * d_in]: x, A~ x, ..., A~^steps x.
+
+    x has rows of norm 1, and every block is scaled so that the norms of its rows have the root mean square of those
+    that the graph came with: a projection then sees no power before another.
+
+    Raises:
+        ValueError: they would take more than 32 GiB.
+    """
+    if steps == 0 or graph.in_features == 0:
+        return graph
+    num_bytes = 4 * graph.num_nodes * graph.in_features * (1 + steps)
+    if num_bytes > MOST_BYTES:
+        raise ValueError(
+            f"expected propagated features of at most {MOST_BYTES / 2**30:.0f} GiB, got {num_bytes / 2**30:.1f} GiB "
+            f"for --propagate {steps}; take fewer steps"
+        )
+    adjacency = normalized_adjacency(graph.adjacency)
+    features = np.empty((graph.num_nodes, 1 + steps, graph.in_features), np.float32)
+    own = np.empty((graph.num_nodes, graph.in_features), np.float32)
+    graph.read_features(np.arange(graph.num_nodes), own)
+    norms = np.sqrt(np.einsum("ij,ij->i", own, own))
+    size = _root_mean_square(norms)
+    power: np.ndarray | sp.csr_array = own / np.maximum(norms, np.finfo(np.float32).tiny)[:, None]
+    for step in range(1 + steps):
+        power = power if step == 0 else adjacency @ power
+        norm = _root_mean_square(np.sqrt(np.einsum("ij,ij->i", power, power)))
+        np.multiply(power, size / norm if norm else 0.0, out=features[:, step])
+    return replace(graph, features=features.reshape(graph.num_nodes, -1))
+
+
+def _root_mean_square(x: np.ndarray) -> float:
+    return float(np.sqrt(np.square(x, dtype=np.float64).mean()))
