@@ -87,6 +87,8 @@ class TrainConfig:
     """graph: powers of the whole graph's adjacency; batch: of each sequence's own nodes; auto: graph, if they fit."""
     power_gib: float = BatchOptions.power_gib
     """GiB that the powers of the whole graph may take in every process."""
+    shuffle_structure: bool = BatchOptions.shuffle_structure
+    """To see what the structure is worth: the bias is that of a random relabelling of the nodes."""
     max_distance: int = BatchOptions.max_distance
     """Hop distances that a bucket bias tells apart."""
     max_degree: int = ModelConfig.max_degree

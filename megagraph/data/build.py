@@ -34,6 +34,7 @@ class Builder(ABC):
     num_regular: int  # N'
     sequence_nodes: int  # N
     samples = 1  # sequences of a target
+    relabel: np.ndarray | None = None  # [V]: the bias of a node is that of another one
 
     def __init__(
         self, graph: Graph, coarsening: Coarsening, structure: BiasChannels | DistanceBuckets | PairBuckets
@@ -112,7 +113,7 @@ class Builder(ABC):
             degrees=degrees,
             node_ids=node_ids,
             node_index=node_index,
-            structure=self.structure.build(regular, supers, layout),
+            structure=self.structure.build(self._relabelled(regular), supers, layout),
             key_padding_mask=torch.from_numpy(padding),
             # only T slots have labels: a block beyond them slices nothing
             labels=torch.from_numpy(np.ascontiguousarray(labels[:, block])),
@@ -121,6 +122,9 @@ class Builder(ABC):
             layout=layout,
             num_targets=num_targets,
         )
+
+    def _relabelled(self, regular: np.ndarray) -> np.ndarray:
+        return regular if self.relabel is None else np.where(regular < 0, -1, self.relabel[regular])
 
     def _row_tables(
         self, block: np.ndarray, supers: SuperRows, empty: np.ndarray, layout: NodeLayout, num_microbatches: int

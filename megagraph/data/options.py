@@ -30,6 +30,7 @@ class BatchOptions:
         global_tokens: G, at the end of every sequence.
         propagate: features of so many powers of the adjacency beside a node's own (``smooth.propagated``).
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
+        shuffle_structure: the bias is that of a random relabelling of the nodes, and tells nothing of them.
         super_ratio: of ego batches: super nodes of the coarsened graph per node.
         sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
         hops, top, max_pairs: of full batches: which pairs of nodes attend (``PairBuckets``), and how many may.
@@ -50,6 +51,7 @@ class BatchOptions:
     propagate: int = 0
     sample_nodes: int = 14
     samples: int = 8
+    shuffle_structure: bool = False
     super_ratio: float = 0.1
     sequence_nodes: int = 1024
     hops: int = 1

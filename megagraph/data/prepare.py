@@ -34,7 +34,18 @@ def prepare(
         cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
         together: how clusters are packed (``ClusterBatches``).
     """
-    graph = propagated(graph, options.propagate)
+    builder = _builder(propagated(graph, options.propagate), options, cluster_size, together)
+    if options.shuffle_structure:
+        builder.relabel = _other_nodes(graph)
+    return builder
+
+
+def _other_nodes(graph: Graph) -> np.ndarray:
+    """A random permutation, the same each time."""
+    return np.random.default_rng(0).permutation(graph.num_nodes)
+
+
+def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, together: float) -> Builder:
     if options.batching == "ego":
         coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * options.super_ratio))))
         structure = _structure(graph, coarsening, options)
@@ -53,7 +64,8 @@ def prepare(
     coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
     if options.batching == "full":
         order = np.lexsort((clusters, supers))
-        return FullBatches(graph, coarsening, PairBuckets(graph, coarsening, order, options), options, order)
+        in_lists = _other_nodes(graph)[order] if options.shuffle_structure else order
+        return FullBatches(graph, coarsening, PairBuckets(graph, coarsening, in_lists, options), options, order)
     structure = _structure(graph, coarsening, options)
     return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
 

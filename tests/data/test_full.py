@@ -1,0 +1,241 @@
+"""The whole graph as one sequence: its pairs and their buckets by definition, its logits by dense attention."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megagraph as mg
+from megagraph.ablation import evaluate
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.options import PAIR_CLASSES, BatchOptions
+from megagraph.data.prepare import prepare
+from megagraph.data.sample import Pagerank
+from megagraph.data.smooth import propagated
+from megagraph.data.start import bias_labels
+from megagraph.evaluate import batches, choose_split, make_model
+from tests.data.graphs import dense_hops, dense_normalized, random_graphs
+
+SMALL = dict(batching="full", layers=2, dim=16, ffn_dim=16, heads=2, super_nodes=4, epochs=4, learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return synthetic_graph(num_nodes=240, num_classes=3, in_features=16, homophily=0.9)
+
+
+def options(**changes) -> BatchOptions:
+    return BatchOptions(**(dict(batching="full", bias="bucket", super_nodes=3, max_distance=3) | changes))
+
+
+def dense_index(data) -> np.ndarray:
+    """Buckets [N, N] of a ``BorderedData``, 255 where a pair is absent."""
+    n, s = data.super_columns.shape[1:]
+    index = np.full((n + s, n + s), 255, np.uint8)
+    starts, columns = data.relation.row_starts.numpy(), data.relation.columns.numpy()
+    for row in range(n):
+        own = slice(starts[row], starts[row + 1])
+        index[row, columns[own]] = data.index.numpy()[own]
+    index[:n, n:], index[n:] = data.super_columns[0].numpy(), data.super_rows[0].numpy()
+    return index
+
+
+def the_batch(builder):
+    (item,) = builder.plan(np.arange(3), 32, None)
+    return item[0], builder.build(item, np.ones(builder.graph.num_nodes, bool), np.random.default_rng(0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph=random_graphs(), hops=st.integers(1, 3), top=st.sampled_from([0, 2]))
+def test_pairs_and_buckets_are_those_of_their_definition(graph, hops, top):
+    order, batch = the_batch(prepare(graph, options(hops=hops, top=top)))
+    index = dense_index(batch.structure)
+    adjacency = dense_normalized(graph.adjacency)
+    apart = dense_hops(graph.adjacency.toarray(), hops)
+    near = Pagerank(graph, max_candidates=max(top, 1))(np.arange(graph.num_nodes))
+    for row, i in enumerate(order):
+        listed = dict(
+            zip(*(x[near.indptr[i] : near.indptr[i + 1]].tolist() for x in (near.nodes, near.weights)), strict=True)
+        )
+        for column, j in enumerate(order):
+            if i == j:
+                want, weight = 0, None
+            elif apart[i, j] <= hops:
+                weight = np.linalg.matrix_power(adjacency, apart[i, j])[i, j]
+                want = 1 + PAIR_CLASSES * (apart[i, j] - 1)
+            elif top and j in listed:
+                weight, want = listed[j], 1 + PAIR_CLASSES * hops
+            else:
+                want, weight = 255, None
+            if (
+                weight is not None
+            ):  # class c is from 2^-(c + 3) on to 2^-(c + 2); rounding may move a weight on its edge
+                octaves = {int(np.clip(np.floor(-np.log2(weight * (1 + e))) - 2, 0, 7)) for e in (-1e-5, 0, 1e-5)}
+                assert index[row, column] in {want + c for c in octaves}
+            else:
+                assert index[row, column] == want
+
+
+@settings(max_examples=20, deadline=None)
+@given(graph=random_graphs())
+def test_super_nodes_and_tokens_have_the_buckets_of_coarse_distances(graph):
+    chosen = options(hops=1, top=0, global_tokens=1)
+    builder = prepare(graph, chosen)
+    order, batch = the_batch(builder)
+    n, parts, first = graph.num_nodes, builder.coarsening.num_parts, chosen.num_pair_buckets
+    index = dense_index(batch.structure)
+    apart = dense_hops(builder.coarsening.adjacency.toarray(), 3)
+    member = builder.coarsening.membership[order]
+    for s in range(parts):
+        for column in range(n + parts):
+            other = member[column] if column < n else column - n
+            own = column < n and other == s
+            assert index[n + s, column] == first + (5 if own else apart[s, other]), (s, column)
+    assert (index[:, -1] == first + 6).all() and (index[-1] == first + 6).all()
+    assert np.array_equal(index[:n, n:], index[n:, :n].T)
+    assert builder.structure.size == first + 7 == len(builder.structure.start)
+    assert len(bias_labels(chosen)) == builder.structure.size
+
+
+def test_a_batch_has_every_node_once_and_labels_of_those_that_count(graph):
+    builder = prepare(graph, options())
+    (item,) = builder.plan(np.array([5, 7]), 32, np.random.default_rng(0))
+    some = np.zeros(graph.num_nodes, bool)
+    some[[5, 7]] = True
+    batch = builder.build(item, some, np.random.default_rng(0))
+    assert sorted(item[0].tolist()) == list(range(graph.num_nodes)) and torch.equal(
+        batch.target_nodes[0], torch.tensor(item[0])
+    )
+    assert batch.num_targets == 2 and (batch.labels >= 0).sum() == 2
+    for node in (5, 7):
+        (slot,) = np.flatnonzero(item[0] == node)
+        assert batch.labels[0, slot] == graph.labels[node]
+        assert np.array_equal(batch.features[batch.node_index[0, slot]].numpy(), graph.features[node])
+    other = builder.build(item, ~some, np.random.default_rng(0))
+    assert other.structure is batch.structure and other.num_targets == graph.num_nodes - 2
+
+
+@pytest.mark.parametrize("model", ["hierarchical", "graphormer"])
+def test_logits_and_gradients_are_those_of_dense_attention(graph, model, tmp_path):
+    config = mg.TrainConfig(**SMALL, model=model, dtype="fp64", hops=2, top=3, out=tmp_path / "run")
+    builder = batches(config, graph)
+    _, batch = the_batch(builder)
+    sizes = config.model_config(in_features=16, num_classes=3, bias_size=builder.structure.size)
+    torch.manual_seed(0)
+    made = make_model(config, sizes).double()
+    key = torch.tensor([7], dtype=torch.int32)
+    index = torch.from_numpy(dense_index(batch.structure))[None]
+    found = []
+    for structure in (batch.structure, index):
+        inputs = replace(batch, features=batch.features.double()).model_inputs(key) | {"structure": structure}
+        made.zero_grad()
+        logits = made.train()(**inputs)
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(p.grad.clone() for p in made.parameters())])
+    assert logits.shape == (1, 240, 3)
+    for ours, dense in zip(*found, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-10)
+
+
+def train(tmp_path, graph, name="run", **changes):
+    config = mg.TrainConfig(**(SMALL | dict(out=tmp_path / name) | changes))
+    return mg.Trainer(config).fit(graph), config
+
+
+def test_learns_resumes_predicts_and_is_evaluated(tmp_path, graph):
+    summary, config = train(tmp_path, graph, epochs=12)
+    assert summary.test_accuracy > 0.6 > summary.majority_accuracy and summary.steps == 12
+    assert summary.sequence_nodes == 240 + 4
+    probabilities = mg.predict(config.out, graph)
+    test = choose_split(graph, config).test
+    accuracy = (probabilities[test].argmax(axis=1) == graph.labels[test]).mean()
+    assert probabilities.shape == (240, 3) and accuracy == summary.test_accuracy
+    results = evaluate(config.out, graph, ["bias", "super_nodes", "features"])
+    assert results["whole"]["test_accuracy"] == accuracy and results["features"]["changed_classes"] > 0.2
+    assert np.allclose(probabilities.sum(axis=1), 1, atol=1e-5)
+    train(tmp_path, graph, "half", epochs=12, max_steps=5)
+    resumed = mg.Trainer.resume(tmp_path / "half", max_steps=12).fit(graph)
+    whole = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    half = [json.loads(line) for line in (tmp_path / "half/metrics.jsonl").read_text().splitlines()]
+    steps = [[line for line in lines if "step" in line] for lines in (whole, half)]
+    assert len(steps[0]) == len(steps[1]) == 12 and steps[0][0]["loss"] == steps[1][0]["loss"]
+    assert resumed.steps == 12
+
+
+def test_structure_of_other_nodes_tells_nothing(tmp_path, graph):
+    """The same number of pairs of the same kinds, between other nodes; and worse for it."""
+    own, other = (the_batch(prepare(graph, options(shuffle_structure=s)))[1].structure for s in (False, True))
+    assert sorted(own.index.tolist()) == sorted(other.index.tolist())
+    assert not torch.equal(own.relation.columns, other.relation.columns)
+    best, _ = train(tmp_path, graph, "own", epochs=25)
+    blind, _ = train(tmp_path, graph, "blind", epochs=25, shuffle_structure=True)
+    assert best.best_val_accuracy > blind.best_val_accuracy + 0.05
+
+
+def test_propagated_features_are_powers_of_the_adjacency(graph):
+    wide = propagated(graph, 2)
+    x = graph.features.astype(np.float64)
+    norms = np.linalg.norm(x, axis=1, keepdims=True)
+    power, size = x / norms, np.sqrt(np.square(norms).mean())
+    for step in range(3):
+        block = wide.features[:, 16 * step : 16 * (step + 1)]
+        unit = np.sqrt(np.square(power).sum(axis=1).mean())
+        np.testing.assert_allclose(block, power * size / unit, rtol=1e-4, atol=1e-5)
+        power = dense_normalized(graph.adjacency) @ power
+    assert propagated(graph, 0) is graph
+
+
+def test_propagated_features_train_and_predict(tmp_path, graph):
+    for batching in ("full", "ego"):
+        changes = dict(
+            propagate=2, batching=batching, sample_nodes=4, samples=2, channels=2, super_nodes=None, epochs=2
+        )
+        _, config = train(tmp_path, graph, batching, **changes)
+        assert mg.predict(config.out, graph).shape == (240, 3)
+        with pytest.raises(ValueError, match="trained on 16 features a node, got a graph with 5"):
+            mg.predict(config.out, replace(graph, features=graph.features[:, :5]))
+
+
+def test_patience_ends_a_run(tmp_path, graph):
+    summary, config = train(tmp_path, graph, epochs=200, patience=3)
+    lines = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    values = [line["val_accuracy"] for line in lines if "val_accuracy" in line]
+    best = values.index(max(values))
+    assert summary.epochs == len(values) == best + 4 < 200 and summary.best_epoch == best
+    assert all(len(values[:i]) - 1 - values[:i].index(max(values[:i])) < 3 for i in range(1, len(values)))
+
+
+BAD = {
+    "pairs": (dict(max_pairs=700), "at most 700 pairs of nodes"),
+    "dp": (dict(plan="1,1,2"), "cp = dp = 1"),
+    "cp": (dict(plan="1,2,1"), "cp = dp = 1"),
+    "auto": (dict(plan="auto"), "cp = dp = 1"),
+    "microbatches": (dict(plan="2,1,1", microbatches=2), "microbatches 1"),
+    "projected": (dict(bias="projected"), "bias must be bucket"),
+    "buckets": (dict(hops=40), "at most 255 buckets, got"),
+    "hops": (dict(hops=0), "hops must be at least 1"),
+    "top": (dict(top=-1), "top must be at least 0"),
+    "propagate": (dict(propagate=-1), "propagate must be at least 0"),
+    "patience": (dict(patience=0), "patience must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, tmp_path, graph):
+    changes, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, graph, **changes)
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_pairs_are_counted_before_they_are_made(graph):
+    """Two hops from a hub are all nodes: the estimate is a lower bound, and it is enough."""
+    star = replace(synthetic_graph(num_nodes=600, average_degree=60.0), split=None)
+    with pytest.raises(ValueError, match=r"or more with --hops 2"):
+        prepare(star, options(hops=2, top=0, max_pairs=38_000))
