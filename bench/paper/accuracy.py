@@ -126,7 +126,8 @@ def best_trial(name: str, system: str) -> int | None:
 def ours(piece: Piece, settings: dict[str, Any], graph: Graph, split: Split, root: Path) -> dict[str, Any]:
     """One run of the package, and what it says of the test nodes where it is reported."""
     chosen = of_name(piece.set)
-    model = dict(model="graphormer", bias="bucket") if piece.system == "graphormer" else {}
+    model: dict[str, Any] = {"model": "graphormer"} if piece.system == "graphormer" else {}
+    model |= {"epochs": chosen.epochs, "checkpoint_every": chosen.epochs}
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
