@@ -118,7 +118,7 @@ def train(
             edges = to_torch_csr_tensor(edges, size=(graph.num_nodes, graph.num_nodes))
     x = torch.empty(graph.num_nodes, graph.in_features)
     graph.read_features(np.arange(graph.num_nodes), x.numpy())
-    labels, nodes = torch.from_numpy(graph.labels), torch.from_numpy(split.train)
+    labels, nodes = torch.tensor(graph.labels), torch.from_numpy(split.train)
     best: dict[str, Any] = {"best_val": -1.0}
     of_best = np.empty(0)
     for epoch in range(MOST_EPOCHS):

@@ -13,6 +13,7 @@ from bench.paper.accuracy import Piece
 from bench.paper.baselines import train
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import random_split
+from megagraph.data.store import write_store
 
 
 @pytest.fixture
@@ -94,3 +95,29 @@ def test_baselines_learn_and_keep_to_their_time(baseline):
         assert found["best_val"] > 0.6
         assert found["test"] == np.mean(probabilities[split.test].argmax(1) == graph.labels[split.test])
         assert found["stopped"] in ("seconds", "patience") and found["cpu_seconds"] < 20
+
+
+def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tmp_path, capsys):
+    graph = synthetic_graph(num_nodes=200, num_classes=3, in_features=8)
+    write_store(graph, tmp_path / "store")
+    small = trials.Set(dataset=str(tmp_path / "store"), most_seconds=30, epochs=3, tuned=True, seeds=1)
+    monkeypatch.setitem(trials.SETS, "small", small)
+    ours = [dict(batching="full", layers=1, dim=16, ffn_dim=16, heads=2, shuffle_structure=s) for s in (False, True)]
+    two = {"megagraph": ours[:1], "megagraph-unbiased": ours[1:], "gcn": trials.TRIALS["gcn"][:2]}
+    monkeypatch.setattr(accuracy, "TRIALS", two)
+    arguments = dict(root=tmp_path, sets=("small",), minutes=5.0)
+    accuracy.run(**arguments, systems=("gcn",), part="1/2")
+    assert [(row["trial"], row["seed"]) for row in accuracy.rows_of("small")] == [(1, 0)]
+    systems = ("gcn", "megagraph", "megagraph-unbiased", "graphormer")
+    for _ in range(2):
+        accuracy.run(**arguments, systems=systems)
+    rows = accuracy.rows_of("small")
+    assert len(rows) == 8 and len({(row["system"], row["trial"], row["seed"]) for row in rows}) == 8
+    of_report = [row for row in rows if row["trial"] is None]
+    assert {row["system"] for row in of_report} == set(systems) and all(row["test_nodes"] == 40 for row in of_report)
+    for row in of_report:
+        assert np.isclose(accuracy.measured_by(row)(np.arange(40)), row["test"])
+        assert row["tuned_on"] == "small" and row["settings"] in two.get(row["system"], two["megagraph"])
+    accuracy.table(sets=("small",))
+    table = capsys.readouterr().out
+    assert "megagraph - megagraph-unbiased" in table and "megagraph - gcn" in table and "graphormer" in table
