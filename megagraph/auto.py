@@ -38,10 +38,14 @@ def measure(
     """Rows of this machine for what a configuration trains, the same on every rank. Collective.
 
     Raises:
-        ValueError: the configuration has a learned embedding, whose table the cost model does not know.
+        ValueError: the configuration has a learned embedding or full batches, which the cost model does not know.
     """
     if config.embedding == "learned":
         raise ValueError("expected --embedding features: the cost model does not know the table of a learned embedding")
+    if config.batching == "full":
+        raise ValueError(
+            "expected --batching ego or cluster: the cost model does not know the pairs of a whole graph yet"
+        )
     loader = make_loader(config, builder, train_nodes, shuffle=True)
     batch = next(iter(loader.epoch(0)))
     workload = Workload(

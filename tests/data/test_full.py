@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import megagraph as mg
 from megagraph.ablation import evaluate
+from megagraph.auto import measure
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.prepare import prepare
@@ -232,6 +233,12 @@ def test_bad_input(case, tmp_path, graph):
     with pytest.raises(ValueError, match=message):
         train(tmp_path, graph, **changes)
     assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_the_cost_model_says_that_it_does_not_know_full_batches(graph):
+    config = mg.TrainConfig(**SMALL)
+    with pytest.raises(ValueError, match="does not know the pairs of a whole graph"):
+        measure(config, graph, batches(config, graph), np.arange(9), torch.device("cpu"))
 
 
 def test_pairs_are_counted_before_they_are_made(graph):
