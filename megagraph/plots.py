@@ -38,24 +38,34 @@ def bias(learned: np.ndarray, start: np.ndarray | None, labels: list[str], path:
         start: [R], where all of it began, dashed.
         labels: of the R channels or buckets.
     """
+    _by_layer_and_head(learned, start, labels, "learned part of the bias", path)
+
+
+def attention(shares: np.ndarray, kinds: list[str], path: Path) -> None:
+    """The share of attention [L, H, K] that each kind of pair gets: a panel per layer, a line per head."""
+    _by_layer_and_head(shares, None, kinds, "share of attention", path)
+
+
+def _by_layer_and_head(values: np.ndarray, start: np.ndarray | None, labels: list[str], what: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(4, len(learned))
-    rows = -(-len(learned) // columns)
-    figure = Figure(figsize=(1.5 + 3 * columns, 0.8 + 2.8 * rows), layout="constrained")
+    columns = min(4, len(values))
+    rows = -(-len(values) // columns)
+    wide = max(3.0, 0.14 * len(labels))
+    figure = Figure(figsize=(1.5 + wide * columns, 0.8 + 2.8 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    for layer, (panel, heads) in enumerate(zip(panels, learned, strict=False)):
-        for head, values in enumerate(heads):
-            panel.plot(values, ".-", linewidth=0.8, label=f"head {head}" if layer == 0 else None)
+    for layer, (panel, heads) in enumerate(zip(panels, values, strict=False)):
+        for head, of_head in enumerate(heads):
+            panel.plot(of_head, ".-", linewidth=0.8, label=f"head {head}" if layer == 0 else None)
         if start is not None:
             panel.plot(start, "k--", linewidth=0.8, label="start" if layer == 0 else None)
         panel.set_title(f"layer {layer}")
         panel.set_xticks(range(len(labels)), labels, rotation=90)
-    for panel in panels[len(learned) :]:
+    for panel in panels[len(values) :]:
         panel.set_visible(False)
-    figure.supylabel("learned part of the bias")
+    figure.supylabel(what)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=120)
 

@@ -11,16 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import torch.distributed as dist
 import tyro
 
 from megagraph import ablation
 from megagraph.cli.data import data
-from megagraph.cli.job import Job
+from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot
 from megagraph.config import AUTO, TrainConfig
@@ -40,21 +40,6 @@ def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
             print(json.dumps(asdict(summary), indent=2))
 
     return Job(job, config.timeout)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Changes:
-    """What takes the place of a run's own."""
-
-    dataset: str | None = None
-    """Graph to read in place of the run's, as for megagraph train."""
-    root: Path | None = None
-    """Folder of the named data sets, in place of the run's."""
-    device: str | None = None
-    """In place of the run's."""
-
-    def given(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def predict(

@@ -1,9 +1,11 @@
-"""What the processes of a run do once all of them have read the command line."""
+"""What the processes of a run do once all of them have read the command line, and flags of several commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from megagraph.parallel.mesh import TIMEOUT_SECONDS
 
@@ -13,3 +15,18 @@ class Job(NamedTuple):
 
     run: Callable[[], None]
     timeout_seconds: float = TIMEOUT_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What takes the place of a run's own."""
+
+    dataset: str | None = None
+    """Graph to read in place of the run's, as for megagraph train."""
+    root: Path | None = None
+    """Folder of the named data sets, in place of the run's."""
+    device: str | None = None
+    """In place of the run's."""
+
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from megagraph.cli.job import Job
+from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import check_rows
@@ -63,6 +63,33 @@ def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) ->
         learned = np.stack([weights[f"layers.{layer}.bias_weight"].double() for layer in range(model.layers)])
         start = np.array(model.bias_start) if model.bias_start else None
         plots.bias(learned, start, bias_labels(opened.config.batch_options), path)
+        print(path)
+
+    return Job(job)
+
+
+def plot_attention(
+    run: tyro.conf.Positional[Path],
+    /,
+    *,
+    out: Path | None = None,
+    changes: tyro.conf.OmitArgPrefixes[Changes] = Changes(),
+) -> Job:
+    """Draw where the attention of a run goes: the share of each distance, by layer and head.
+
+    Args:
+        run: run folder of ``megagraph train``.
+        out: image to write; default RUN/attention.png.
+    """
+
+    def job() -> None:
+        from megagraph import plots
+        from megagraph.focus import attention_focus
+
+        path = run / "attention.png" if out is None else out
+        Run.open(run).check_output(path)
+        focus = attention_focus(run, **changes.given())
+        plots.attention(focus.shares, focus.kinds, path)
         print(path)
 
     return Job(job)
@@ -136,11 +163,12 @@ def plot(
         tyro.conf.OmitArgPrefixes[
             Annotated[Any, tyro.conf.subcommand("timeline", constructor=plot_timeline)]
             | Annotated[Any, tyro.conf.subcommand("bias", constructor=plot_bias)]
+            | Annotated[Any, tyro.conf.subcommand("attention", constructor=plot_attention)]
             | Annotated[Any, tyro.conf.subcommand("costmodel", constructor=plot_costmodel)]
             | Annotated[Any, tyro.conf.subcommand("pareto", constructor=plot_pareto)]
             | Annotated[Any, tyro.conf.subcommand("stages", constructor=plot_stages)]
         ]
     ],
 ) -> Job:
-    """Figures of runs and of the planner, from their files alone."""
+    """Figures of runs and of the planner, from their files; of attention from its graph, too."""
     return job
