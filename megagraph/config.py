@@ -108,6 +108,10 @@ class TrainConfig:
     """Nodes sampled around the target of an ego sequence."""
     samples: int = BatchOptions.samples
     """Ego sequences a target, in training and in the vote of evaluation."""
+    candidates: int | None = BatchOptions.candidates
+    """The most nodes that an ego target samples from, the nearest by PageRank; default 128, or 4 times these."""
+    epsilon: float = BatchOptions.epsilon
+    """To what precision they are found; less is slower, and reaches further."""
     super_ratio: float = BatchOptions.super_ratio
     """Super nodes of the coarsened graph per node (ego)."""
     sequence_nodes: int = BatchOptions.sequence_nodes

@@ -18,6 +18,7 @@ from megagraph.ablation import bias_effect
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
+from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import Graph
 from megagraph.data.pairs import PairBuckets
 from megagraph.data.start import bias_start
@@ -78,6 +79,7 @@ class Summary:
     best_val_roc_auc: float | None = None
     predicted_step_seconds: float | None = None  # by --plan auto
     predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
+    sampling_mass: float | None = None  # of PageRank on others, that a target of ego batches samples from
     power_scope: str | None = None  # of the adjacency powers of a projected bias
 
 
@@ -183,6 +185,7 @@ class Trainer:
         check_equal("what ranks hold and send", contract)
         on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config))
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
+        sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
             layout = "" if world_size() == 1 else f", {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)"
             print(
@@ -195,6 +198,12 @@ class Trainer:
             )
             if isinstance(builder, ClusterBatches):
                 print(builder.quality, file=sys.stderr)
+            if sampling_mass is not None:
+                print(
+                    f"a node samples from at most {config.batch_options.num_candidates} others, which hold "
+                    f"{sampling_mass:.0%} of its PageRank on others (--candidates, --epsilon)",
+                    file=sys.stderr,
+                )
             if isinstance(builder.structure, BiasChannels):
                 print(builder.structure.powers, file=sys.stderr)
             if isinstance(builder.structure, PairBuckets):
@@ -220,6 +229,7 @@ class Trainer:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,
             predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
+            sampling_mass=on_rank_zero(lambda: sampling_mass),
             power_scope=builder.structure.powers.scope if isinstance(builder.structure, BiasChannels) else None,
         )
         run.write_summary(asdict(summary))

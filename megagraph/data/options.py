@@ -30,6 +30,8 @@ class BatchOptions:
         global_tokens: G, at the end of every sequence.
         propagate: features of so many powers of the adjacency beside a node's own (``smooth.propagated``).
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
+        candidates, epsilon: of ego batches: the most others that a node samples from, the nearest by PageRank, and to
+            what precision these are found (``Pagerank``); ``num_candidates`` has the default.
         shuffle_structure: the bias is that of a random relabelling of the nodes, and tells nothing of them.
         super_ratio: of ego batches: super nodes of the coarsened graph per node.
         sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
@@ -51,6 +53,8 @@ class BatchOptions:
     propagate: int = 0
     sample_nodes: int = 14
     samples: int = 8
+    candidates: int | None = None
+    epsilon: float = 1e-4
     shuffle_structure: bool = False
     super_ratio: float = 0.1
     sequence_nodes: int = 1024
@@ -76,12 +80,22 @@ class BatchOptions:
             raise ValueError(
                 f"hops and max_distance must make at most {MOST_BUCKETS} buckets, got {buckets}; lower them"
             )
+        if self.candidates is not None and self.candidates < self.sample_nodes:
+            raise ValueError(f"candidates must be at least sample_nodes = {self.sample_nodes}, got {self.candidates}")
+        if not 0.0 < self.epsilon < 1.0:
+            raise ValueError(f"epsilon must be above 0 and below 1, got {self.epsilon}")
         if not 0.0 < self.super_ratio <= 1.0:
             raise ValueError(f"super_ratio must be in (0, 1], got {self.super_ratio}")
         if self.batching == "cluster" and self.sequence_nodes % SEQUENCE_ALIGNMENT:
             raise ValueError(f"sequence_nodes must be a multiple of {SEQUENCE_ALIGNMENT}, got {self.sequence_nodes}")
         if self.num_super <= self.global_tokens:
             raise ValueError(f"super_nodes must be above global_tokens = {self.global_tokens}, got {self.num_super}")
+
+    @property
+    def num_candidates(self) -> int:
+        """The most others that a node of ego batches samples from."""
+        # samples of one target differ only if there are clearly more candidates than are drawn
+        return max(128, 4 * self.sample_nodes) if self.candidates is None else self.candidates
 
     @property
     def num_pair_buckets(self) -> int:

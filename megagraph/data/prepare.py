@@ -49,8 +49,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     if options.batching == "ego":
         coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * options.super_ratio))))
         structure = _structure(graph, coarsening, options)
-        # samples of one target differ only if there are clearly more candidates than are drawn
-        pagerank = Pagerank(graph, max_candidates=max(128, 4 * options.sample_nodes))
+        pagerank = Pagerank(graph, epsilon=options.epsilon, max_candidates=options.num_candidates)
         return EgoBatches(graph, coarsening, structure, pagerank, options)
     if cluster_size is None and options.batching == "full":
         cluster_size = _ORDERED_NODES

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from megagraph.data.coarsen import normalized_adjacency
 from megagraph.data.graph import Graph
 
+_MOST_EXACT_EDGES, _PROBES, _TOLERANCE = 2**23, 16, 1e-5
 MAX_STORED_SOURCES = 2**15  # graphs up to this size keep the candidates of all nodes: 32 MiB with 128 of each
 
 
@@ -41,6 +44,7 @@ class Pagerank:
                 f"expected 0 < alpha < 1, epsilon > 0 and max_candidates >= 1, got {alpha}, {epsilon}, {max_candidates}"
             )
         self.alpha, self.epsilon, self.max_candidates = alpha, epsilon, max_candidates
+        self._graph = graph
         self._csr = np.asarray(graph.indptr), np.asarray(graph.indices)  # of a mapped file its plain view
         self._known = known_nodes(graph)
         self._stored: Neighbors | None = None
@@ -55,6 +59,23 @@ class Pagerank:
         indptr = np.concatenate([[0], np.cumsum(self._stored.indptr[sources + 1] - start)])
         position = np.arange(indptr[-1]) + np.repeat(start - indptr[:-1], np.diff(indptr))
         return Neighbors(indptr=indptr, nodes=self._stored.nodes[position], weights=self._stored.weights[position])
+
+    def mass(self) -> float | None:
+        """What part of the exact weight on other nodes the candidates hold, over some nodes together; ``None`` for a
+        graph too large to say so in a second or two."""
+        adjacency = self._graph.adjacency
+        if adjacency.nnz > _MOST_EXACT_EDGES:
+            return None
+        num_nodes = adjacency.shape[0]
+        some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
+        matrix, found = normalized_adjacency(adjacency), self(some)
+        start = np.zeros((num_nodes, len(some)), np.float32)
+        start[some, range(len(some))] = self.alpha
+        exact = start
+        for _ in range(math.ceil(math.log(_TOLERANCE) / math.log(1 - self.alpha))):
+            exact = start + np.float32(1 - self.alpha) * (matrix @ exact)
+        others = exact.sum(dtype=np.float64) - exact[some, range(len(some))].sum(dtype=np.float64)
+        return float(found.weights.sum(dtype=np.float64) / others) if others > 0 else 1.0
 
     def push(self, sources: np.ndarray) -> Neighbors:
         """The same, computed now."""

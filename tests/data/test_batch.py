@@ -491,6 +491,8 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
         ({"bias": "dense"}, "bias must be projected or bucket, got 'dense'"),
         ({"global_tokens": -1}, "global_tokens must be at least 0, got -1"),
         ({"sample_nodes": 0}, "sample_nodes must be at least 1, got 0"),
+        ({"candidates": 13}, "candidates must be at least sample_nodes = 14, got 13"),
+        ({"epsilon": 0.0}, "epsilon must be above 0 and below 1, got 0.0"),
         ({"super_ratio": 0.0}, r"super_ratio must be in \(0, 1\], got 0\.0"),
         ({"batching": "cluster", "sequence_nodes": 100}, "sequence_nodes must be a multiple of 128, got 100"),
         ({"batching": "cluster", "cluster_size": 0}, "expected cluster_size >= 1, got 0"),

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from megagraph.data import sample as sampling
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.sample import Neighbors, Pagerank, sample_neighbors
 from tests.data.graphs import dense_normalized, make_graph, random_graphs
@@ -31,6 +32,23 @@ def test_pagerank_is_within_its_bound(graph, epsilon):
     assert (missing <= epsilon * np.sqrt(np.outer(degree, degree)) + 1e-6).all()
     assert not (row == neighbors.nodes).any() and (neighbors.weights > 0).all()
     assert len(set(zip(row, neighbors.nodes, strict=True))) == len(row)
+
+
+@settings(deadline=None)
+@given(random_graphs(), st.integers(1, 4))
+def test_the_mass_of_the_candidates_is_their_part_of_the_exact_weight(graph, most):
+    """Of graphs so small that all nodes are looked at."""
+    pagerank = Pagerank(graph, epsilon=1e-3, max_candidates=most)
+    exact = exact_pagerank(graph, 0.15)
+    np.fill_diagonal(exact, 0)
+    listed = pagerank(np.arange(graph.num_nodes)).weights.sum()
+    want = listed / exact.sum() if exact.sum() > 0 else 1.0
+    assert pagerank.mass() == pytest.approx(want, abs=1e-3)
+
+
+def test_the_mass_of_a_large_graph_is_not_said(monkeypatch):
+    monkeypatch.setattr(sampling, "_MOST_EXACT_EDGES", 10)
+    assert Pagerank(synthetic_graph(num_nodes=100, num_classes=2)).mass() is None
 
 
 def test_the_strongest_candidates_are_kept_for_the_sources_asked_for():
