@@ -487,7 +487,7 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batching": "random"}, "batching must be ego or cluster, got 'random'"),
+        ({"batching": "random"}, "batching must be ego or cluster or full, got 'random'"),
         ({"bias": "dense"}, "bias must be projected or bucket, got 'dense'"),
         ({"global_tokens": -1}, "global_tokens must be at least 0, got -1"),
         ({"sample_nodes": 0}, "sample_nodes must be at least 1, got 0"),
