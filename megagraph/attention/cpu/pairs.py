@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +17,23 @@ from torch import Tensor
 
 from megagraph.attention import reuse
 from megagraph.attention.bias import masked_table
-from megagraph.attention.cpu.dropout import mix32, pair_hash
-from megagraph.attention.cpu.row import gather, head_keys, padded, scatter, up
+from megagraph.attention.cpu.dropout import pair_hash
+from megagraph.attention.cpu.pair import (
+    Lists,
+    PairBias,
+    Work,
+    add_combined,
+    bias_of,
+    dot,
+    fill,
+    first_from,
+    own_numbers,
+    put,
+    rescale,
+    row_key_of,
+    to_lanes,
+)
+from megagraph.attention.cpu.row import gather, padded, scatter, up
 from megagraph.attention.cpu.simd import (
     LANES,
     borrowed,
@@ -42,146 +56,7 @@ from megagraph.threads import CHUNKS, in_threads
 _CHUNK = 32  # pairs at a time: their keys and values stay in the first level of the cache
 _ROWS_IN_A_SUM = 32  # of the gradient of a table, before it goes into a sum of doubles
 _PAIRS_PER_THREAD = 1 << 12
-_part = jit(forceinline=True)
 _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
-
-
-class _Lists(NamedTuple):
-    """Of a relation, as ``step.Step`` has them."""
-
-    row_starts: np.ndarray
-    columns: np.ndarray
-    key_starts: np.ndarray
-    key_rows: np.ndarray
-    key_pairs: np.ndarray
-
-
-class _Bias(NamedTuple):
-    """What makes the bias of a pair; what another form needs is empty."""
-
-    form: int
-    width: int  # numbers of ``learned`` for each head: 256 buckets (255 = masked), C channels, or none
-    buckets: np.ndarray  # uint8 [P]
-    numbers: np.ndarray  # [P, C] channels or [P, H] values, flat
-    learned: np.ndarray  # [G, width, 8], flat: table or weight
-
-
-class _Work(NamedTuple):
-    """Sizes; G groups of eight heads, S sequences, of which those of one relation share its lists."""
-
-    S: int
-    H: int
-    M: int
-    D: int
-    num_keys: int  # visiting
-    shared: bool
-    scale: float
-    keep: float  # 1 / (1 - p)
-    threshold: np.uint32  # of dropout
-    first_column: int  # global column of column 0
-    segments: np.ndarray  # int64 [., 3]: first key, first column, length
-
-
-@jit(nogil=True)
-def _to_lanes(first, last, x, sizes, factor, out):
-    """Rows first..last of all sequences, [S, H, R, D], times factor into out [S, G, R, width, 8]."""
-    S, H, R, D = sizes
-    groups, width, x, out = -(-H // LANES), padded(D), borrowed(x), borrowed(out)
-    for b in range(S):
-        for group in range(groups):
-            heads = min(LANES, H - LANES * group)
-            for row in range(first, last):
-                at = ((b * groups + group) * R + row) * width * LANES
-                gather(x, place_of(x, (b, LANES * group, row)), heads, D, out, at)
-                if factor != 1:
-                    for i in range(at, at + LANES * width, LANES):
-                        store(out, i, load(out, i) * splat(factor))
-
-
-@_part
-def _dot(a, a_at, b, b_at, width):
-    """sum_d a[d] b[d] of eight heads."""
-    zero = splat(a.dtype.type(0))
-    s0 = s1 = s2 = s3 = zero
-    for d in range(0, LANES * width, 4 * LANES):
-        s0 = multiply_add(load(a, a_at + d), load(b, b_at + d), s0)
-        s1 = multiply_add(load(a, a_at + d + 8), load(b, b_at + d + 8), s1)
-        s2 = multiply_add(load(a, a_at + d + 16), load(b, b_at + d + 16), s2)
-        s3 = multiply_add(load(a, a_at + d + 24), load(b, b_at + d + 24), s3)
-    return (s0 + s1) + (s2 + s3)
-
-
-@_part
-def _add_combined(weights, x, places, n, width, out):
-    """out[d] += sum_j weights[j] x[places[j] + d]."""
-    zero = splat(x.dtype.type(0))
-    for d in range(0, LANES * width, 4 * LANES):
-        s0 = s1 = s2 = s3 = zero
-        for j in range(n):
-            w, at = load(weights, LANES * j), places[j] + d
-            s0 = multiply_add(w, load(x, at), s0)
-            s1 = multiply_add(w, load(x, at + 8), s1)
-            s2 = multiply_add(w, load(x, at + 16), s2)
-            s3 = multiply_add(w, load(x, at + 24), s3)
-        store(out, d, load(out, d) + s0)
-        store(out, d + 8, load(out, d + 8) + s1)
-        store(out, d + 16, load(out, d + 16) + s2)
-        store(out, d + 24, load(out, d + 24) + s3)
-
-
-@_part
-def _bias_of(pair, bias, group, heads, H, lane):
-    """Of eight heads; ``lane`` is scratch."""
-    if bias.form == BUCKET:
-        return load(bias.learned, LANES * (group * bias.width + np.intp(bias.buckets[pair])))
-    if bias.form == PROJECTED:
-        sum_ = splat(bias.learned.dtype.type(0))
-        for c in range(bias.width):
-            weight = load(bias.learned, LANES * (group * bias.width + c))
-            sum_ = multiply_add(weight, splat(bias.numbers[pair * bias.width + c]), sum_)
-        return sum_
-    for head in range(heads):
-        lane[head] = bias.numbers[pair * H + LANES * group + head]
-    return load(lane, 0)
-
-
-@_part
-def _from(columns, start, end, column):
-    """The first pair of a row whose column is not below this."""
-    while start < end:
-        middle = (start + end) // 2
-        if columns[middle] < column:
-            start = middle + 1
-        else:
-            end = middle
-    return start
-
-
-@_part
-def _fill(x, at, size, value):
-    for i in range(at, at + size, LANES):
-        store(x, i, splat(value))
-
-
-@_part
-def _rescale(x, size, factor):
-    for i in range(0, size, LANES):
-        store(x, i, load(x, i) * factor)
-
-
-@_part
-def _row_key(keys, b, group, row):
-    """Of eight heads, for the dropout of a row; nothing where nothing is dropped."""
-    if len(keys) == 0:
-        return splat(np.uint32(0))
-    return mix32(head_keys(keys[b], group) ^ splat(np.uint32(row)))
-
-
-@_part
-def _own(x, b, group, row, heads, lane):
-    """Numbers [B, H, R] of a row's heads."""
-    gather(x, place_of(x, (b, LANES * group, row)), heads, 1, lane, 0)
-    return load(lane, 0)
 
 
 @jit(nogil=True)
@@ -202,25 +77,28 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                 head, heads, base = LANES * group, min(LANES, H - LANES * group), (b * groups + group) * work.num_keys
                 place = b, head, row
                 gather(q, place_of(q, place), heads, D, q_t, 0)
-                _rescale(q_t, size, splat(work.scale))
-                row_key = _row_key(dropout_keys, b, group, row_ids[row])
+                rescale(q_t, size, splat(work.scale))
+                row_key = row_key_of(dropout_keys, b, group, row_ids[row])
                 m, l = splat(minus_inf), splat(zero)
                 if is_first:
-                    _fill(total, 0, size, zero)
+                    fill(total, 0, size, zero)
                 else:
-                    m, l = _own(m_state, b, group, row, heads, lane), _own(l_state, b, group, row, heads, lane)
+                    m, l = (
+                        own_numbers(m_state, b, group, row, heads, lane),
+                        own_numbers(l_state, b, group, row, heads, lane),
+                    )
                     gather(acc, place_of(acc, place), heads, D, total, 0)
                 for segment in range(len(work.segments)):
                     key, column, length = work.segments[segment]
-                    start = _from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
-                    end = _from(columns, start, lists.row_starts[listed + 1], column + length)
+                    start = first_from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
+                    end = first_from(columns, start, lists.row_starts[listed + 1], column + length)
                     for chunk in range(start, end, _CHUNK):
                         n, before = min(_CHUNK, end - chunk), m
                         for j in range(n):
                             at_column = np.intp(columns[chunk + j])
                             places[j] = (base + at_column - column + key) * size
-                            x = _dot(q_t, 0, k_t, places[j], width)
-                            x = x + _bias_of(chunk + j, bias, group, heads, H, lane)
+                            x = dot(q_t, 0, k_t, places[j], width)
+                            x = x + bias_of(chunk + j, bias, group, heads, H, lane)
                             if len(padding) and padding[b, at_column]:
                                 x = splat(minus_inf)
                             m = maximum(m, x)
@@ -235,10 +113,10 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                                 p = keep_from(p, hashed, splat(work.threshold))
                             store(s, LANES * j, p)
                         l = multiply_add(l, factor, part)
-                        _rescale(total, size, factor)
-                        _add_combined(s, v_t, places, n, width, total)
+                        rescale(total, size, factor)
+                        add_combined(s, v_t, places, n, width, total)
                 if is_last:
-                    _rescale(total, size, splat(work.keep) / not_zero(l))
+                    rescale(total, size, splat(work.keep) / not_zero(l))
                     scatter(total, 0, heads, D, out, place_of(out, place))
                     store(lane, 0, m)
                     scatter(lane, 0, heads, 1, lse, place_of(lse, place))
@@ -251,20 +129,6 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                     scatter(lane, 0, heads, 1, m_state, place_of(m_state, place))
                     store(lane, 0, l)
                     scatter(lane, 0, heads, 1, l_state, place_of(l_state, place))
-
-
-@_part
-def _put(x, heads, D, out, place, added, row):
-    """x [width, 8] into rows of several heads of a plane, or added to them; ``row`` is scratch."""
-    if not added:
-        scatter(x, 0, heads, D, out, place_of(out, place))
-        return
-    at = place_of(out, place)
-    for head in range(heads):
-        for i in range(D):
-            row[i] = x[LANES * i + head]
-        for i in range(D):
-            out.memory[at + head * out.stride_h + i] += row[i]
 
 
 @jit(nogil=True)
@@ -285,25 +149,28 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
                 head, heads, base = LANES * group, min(LANES, H - LANES * group), (b * groups + group) * work.num_keys
                 place = b, head, row
                 gather(q, place_of(q, place), heads, D, q_t, 0)
-                _rescale(q_t, size, splat(work.scale))
+                rescale(q_t, size, splat(work.scale))
                 gather(d_out, place_of(d_out, place), heads, D, d_out_t, 0)
-                row_key = _row_key(dropout_keys, b, group, row_ids[row])
-                pivot, less = finite(_own(lse, b, group, row, heads, lane)), _own(delta, b, group, row, heads, lane)
-                _fill(dq_t, 0, size, zero)
+                row_key = row_key_of(dropout_keys, b, group, row_ids[row])
+                pivot, less = (
+                    finite(own_numbers(lse, b, group, row, heads, lane)),
+                    own_numbers(delta, b, group, row, heads, lane),
+                )
+                fill(dq_t, 0, size, zero)
                 for segment in range(len(work.segments)):
                     key, column, length = work.segments[segment]
-                    start = _from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
-                    end = _from(columns, start, lists.row_starts[listed + 1], column + length)
+                    start = first_from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
+                    end = first_from(columns, start, lists.row_starts[listed + 1], column + length)
                     for chunk in range(start, end, _CHUNK):
                         n = min(_CHUNK, end - chunk)
                         for j in range(n):
                             pair, at_column = chunk + j, np.intp(columns[chunk + j])
                             places[j] = (base + at_column - column + key) * size
-                            x = _dot(q_t, 0, k_t, places[j], width)
-                            x = x + _bias_of(pair, bias, group, heads, H, lane)
+                            x = dot(q_t, 0, k_t, places[j], width)
+                            x = x + bias_of(pair, bias, group, heads, H, lane)
                             if len(padding) and padding[b, at_column]:
                                 x = splat(minus_inf)
-                            dp = _dot(d_out_t, 0, v_t, places[j], width)
+                            dp = dot(d_out_t, 0, v_t, places[j], width)
                             if len(dropout_keys):
                                 hashed = pair_hash(row_key, splat(np.uint32(at_column + work.first_column)))
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
@@ -322,9 +189,9 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
                                 store(lane, 0, ds)
                                 for i in range(heads):
                                     d_pairs[pair * H + head + i] += lane[i]
-                        _add_combined(s, k_t, places, n, width, dq_t)
-                _rescale(dq_t, size, splat(work.scale))
-                _put(dq_t, heads, D, dq, place, added, scratch)
+                        add_combined(s, k_t, places, n, width, dq_t)
+                rescale(dq_t, size, splat(work.scale))
+                put(dq_t, heads, D, dq, place, added, scratch)
         if len(d_table) and ((listed + 1) % _ROWS_IN_A_SUM == 0 or listed + 1 == last):
             for i in range(len(d_table)):
                 d_table[i] += of_rows[i]
@@ -358,30 +225,30 @@ def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added)
                     place, hidden = (b, head, key), len(padding) > 0 and padding[b, column]
                     gather(k, place_of(k, place), heads, D, k_t, 0)
                     gather(v, place_of(v, place), heads, D, v_t, 0)
-                    _fill(dk_t, 0, size, zero)
-                    _fill(dv_t, 0, size, zero)
+                    fill(dk_t, 0, size, zero)
+                    fill(dv_t, 0, size, zero)
                     start, end = lists.key_starts[listed], lists.key_starts[listed + 1]
                     for chunk in range(start, start if hidden else end, _CHUNK):
                         n = min(_CHUNK, end - chunk)
                         for j in range(n):
                             row = np.intp(lists.key_rows[chunk + j])
                             places[j] = (base + row) * size
-                            x = _dot(k_t, 0, q_t, places[j], width)
-                            x = x + _bias_of(np.intp(lists.key_pairs[chunk + j]), bias, group, heads, H, lane)
-                            dp = _dot(v_t, 0, d_out_t, places[j], width)
+                            x = dot(k_t, 0, q_t, places[j], width)
+                            x = x + bias_of(np.intp(lists.key_pairs[chunk + j]), bias, group, heads, H, lane)
+                            dp = dot(v_t, 0, d_out_t, places[j], width)
                             p = exp(x - load(lse, LANES * (base + row)))
                             kept = p
                             if len(dropout_keys):
-                                row_key = _row_key(dropout_keys, b, group, row_ids[row])
+                                row_key = row_key_of(dropout_keys, b, group, row_ids[row])
                                 hashed = pair_hash(row_key, splat(np.uint32(column + work.first_column)))
                                 kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                             store(p_t, LANES * j, kept)
                             store(ds_t, LANES * j, p * (dp - load(delta, LANES * (base + row))))
-                        _add_combined(p_t, d_out_t, places, n, width, dv_t)
-                        _add_combined(ds_t, q_t, places, n, width, dk_t)
-                    _put(dk_t, heads, D, dk, place, added, scratch)
-                    _put(dv_t, heads, D, dv, place, added, scratch)
+                        add_combined(p_t, d_out_t, places, n, width, dv_t)
+                        add_combined(ds_t, q_t, places, n, width, dk_t)
+                    put(dk_t, heads, D, dk, place, added, scratch)
+                    put(dv_t, heads, D, dv, place, added, scratch)
 
 
 def _groups(heads: int) -> int:
@@ -399,7 +266,7 @@ def _lanes(x: Tensor, compute: torch.dtype, factor: float = 1.0) -> np.ndarray:
     view = plane(x.to(compute), compute)
 
     def run(_: int, first: int, last: int) -> None:
-        _to_lanes(first, last, view, (S, H, R, D), out.dtype.type(factor), out)
+        to_lanes(first, last, view, (S, H, R, D), out.dtype.type(factor), out)
 
     in_threads(run, np.full(R, S * _groups(H)), _PAIRS_PER_THREAD)
     return out
@@ -413,17 +280,17 @@ def _numbers_in_lanes(x: Tensor, compute: torch.dtype) -> np.ndarray:
     return out.unflatten(1, (-1, LANES)).transpose(2, 3).contiguous().view(-1).numpy()
 
 
-def _lists(step: Step) -> _Lists:
+def _lists(step: Step) -> Lists:
     given = step.row_starts, step.columns, step.key_starts, step.key_rows, step.key_pairs
-    return _Lists(*(x.contiguous().numpy() for x in given if x is not None))
+    return Lists(*(x.contiguous().numpy() for x in given if x is not None))
 
 
-def _bias(step: Step, heads: int, compute: torch.dtype) -> _Bias:
+def _bias(step: Step, heads: int, compute: torch.dtype) -> PairBias:
     learned, data = step.learned, step.data
     assert learned is not None
     nothing = torch.empty(0, dtype=compute).numpy()
     if step.form == "dense":
-        return _Bias(DENSE, 0, np.empty(0, np.uint8), memory(learned.detach().to(compute).contiguous()), nothing)
+        return PairBias(DENSE, 0, np.empty(0, np.uint8), memory(learned.detach().to(compute).contiguous()), nothing)
     assert data is not None
     table = learned.detach().to(compute)
     buckets, numbers = np.empty(0, np.uint8), nothing
@@ -434,7 +301,7 @@ def _bias(step: Step, heads: int, compute: torch.dtype) -> _Bias:
     lanes = torch.zeros(_groups(heads) * LANES, table.shape[1], dtype=compute)
     lanes[:heads] = table
     by_lanes = lanes.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
-    return _Bias(_FORMS[step.form], table.shape[1], buckets, numbers, by_lanes.view(-1).numpy())
+    return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, by_lanes.view(-1).numpy())
 
 
 def _dropout(step: Step, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -447,10 +314,10 @@ def _dropout(step: Step, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys, padding.contiguous().numpy(), rows.numpy()
 
 
-def _work(step: Step, q: Tensor, k: Tensor, number: type) -> _Work:
+def _work(step: Step, q: Tensor, k: Tensor, number: type) -> Work:
     assert step.row_starts is not None
     (S, H, M, D), dropped = q.shape, step.dropout_key is not None
-    return _Work(
+    return Work(
         S=S,
         H=H,
         M=M,
@@ -465,7 +332,7 @@ def _work(step: Step, q: Tensor, k: Tensor, number: type) -> _Work:
     )
 
 
-def _costs(starts: np.ndarray, work: _Work) -> np.ndarray:
+def _costs(starts: np.ndarray, work: Work) -> np.ndarray:
     """Pairs of every list, over all heads and sequences that read it; a list itself costs as two of them."""
     return (np.diff(starts) + 2) * (_groups(work.H) * (work.S if work.shared else 1))
 
@@ -545,7 +412,7 @@ def _written(x: Tensor, compute: torch.dtype) -> Iterator[Tensor]:
         x.copy_(there)
 
 
-def _costs_of_keys(lists: _Lists, work: _Work) -> np.ndarray:
+def _costs_of_keys(lists: Lists, work: Work) -> np.ndarray:
     """Of every visiting key, over all sequences."""
     costs, counts = np.ones(work.num_keys, np.int64), np.diff(lists.key_starts)
     if not work.shared:

@@ -1,0 +1,170 @@
+"""One list of pairs on a CPU, eight heads side by side: what is read for it, and what is done with it.
+
+Number i of eight heads is vector i, as in ``row``; heads beyond the last are zeros, or numbers of no meaning.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megagraph.attention.cpu.dropout import mix32
+from megagraph.attention.cpu.row import gather, head_keys, padded, scatter
+from megagraph.attention.cpu.simd import LANES, borrowed, load, multiply_add, splat, store
+from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
+from megagraph.jit import jit
+
+_part = jit(forceinline=True)
+
+
+class Lists(NamedTuple):
+    """Of a relation, as ``step.Step`` has them."""
+
+    row_starts: np.ndarray
+    columns: np.ndarray
+    key_starts: np.ndarray
+    key_rows: np.ndarray
+    key_pairs: np.ndarray
+
+
+class PairBias(NamedTuple):
+    """What makes the bias of a pair; what another form needs is empty."""
+
+    form: int
+    width: int  # numbers of ``learned`` for each head: 256 buckets (255 = masked), C channels, or none
+    buckets: np.ndarray  # uint8 [P]
+    numbers: np.ndarray  # [P, C] channels or [P, H] values, flat
+    learned: np.ndarray  # [G, width, 8], flat: table or weight
+
+
+class Work(NamedTuple):
+    """Sizes; G groups of eight heads, S sequences, of which those of one relation share its lists."""
+
+    S: int
+    H: int
+    M: int
+    D: int
+    num_keys: int  # visiting
+    shared: bool
+    scale: float
+    keep: float  # 1 / (1 - p)
+    threshold: np.uint32  # of dropout
+    first_column: int  # global column of column 0
+    segments: np.ndarray  # int64 [., 3]: first key, first column, length
+
+
+@jit(nogil=True)
+def to_lanes(first, last, x, sizes, factor, out):
+    """Rows first..last of all sequences, [S, H, R, D], times factor into out [S, G, R, width, 8]."""
+    S, H, R, D = sizes
+    groups, width, x, out = -(-H // LANES), padded(D), borrowed(x), borrowed(out)
+    for b in range(S):
+        for group in range(groups):
+            heads = min(LANES, H - LANES * group)
+            for row in range(first, last):
+                at = ((b * groups + group) * R + row) * width * LANES
+                gather(x, place_of(x, (b, LANES * group, row)), heads, D, out, at)
+                if factor != 1:
+                    for i in range(at, at + LANES * width, LANES):
+                        store(out, i, load(out, i) * splat(factor))
+
+
+@_part
+def dot(a, a_at, b, b_at, width):
+    """sum_d a[d] b[d] of eight heads."""
+    zero = splat(a.dtype.type(0))
+    s0 = s1 = s2 = s3 = zero
+    for d in range(0, LANES * width, 4 * LANES):
+        s0 = multiply_add(load(a, a_at + d), load(b, b_at + d), s0)
+        s1 = multiply_add(load(a, a_at + d + 8), load(b, b_at + d + 8), s1)
+        s2 = multiply_add(load(a, a_at + d + 16), load(b, b_at + d + 16), s2)
+        s3 = multiply_add(load(a, a_at + d + 24), load(b, b_at + d + 24), s3)
+    return (s0 + s1) + (s2 + s3)
+
+
+@_part
+def add_combined(weights, x, places, n, width, out):
+    """out[d] += sum_j weights[j] x[places[j] + d]."""
+    zero = splat(x.dtype.type(0))
+    for d in range(0, LANES * width, 4 * LANES):
+        s0 = s1 = s2 = s3 = zero
+        for j in range(n):
+            w, at = load(weights, LANES * j), places[j] + d
+            s0 = multiply_add(w, load(x, at), s0)
+            s1 = multiply_add(w, load(x, at + 8), s1)
+            s2 = multiply_add(w, load(x, at + 16), s2)
+            s3 = multiply_add(w, load(x, at + 24), s3)
+        store(out, d, load(out, d) + s0)
+        store(out, d + 8, load(out, d + 8) + s1)
+        store(out, d + 16, load(out, d + 16) + s2)
+        store(out, d + 24, load(out, d + 24) + s3)
+
+
+@_part
+def bias_of(pair, bias, group, heads, H, lane):
+    """Of eight heads; ``lane`` is scratch."""
+    if bias.form == BUCKET:
+        return load(bias.learned, LANES * (group * bias.width + np.intp(bias.buckets[pair])))
+    if bias.form == PROJECTED:
+        sum_ = splat(bias.learned.dtype.type(0))
+        for c in range(bias.width):
+            weight = load(bias.learned, LANES * (group * bias.width + c))
+            sum_ = multiply_add(weight, splat(bias.numbers[pair * bias.width + c]), sum_)
+        return sum_
+    for head in range(heads):
+        lane[head] = bias.numbers[pair * H + LANES * group + head]
+    return load(lane, 0)
+
+
+@_part
+def first_from(columns, start, end, column):
+    """The first pair of a row whose column is not below this."""
+    while start < end:
+        middle = (start + end) // 2
+        if columns[middle] < column:
+            start = middle + 1
+        else:
+            end = middle
+    return start
+
+
+@_part
+def fill(x, at, size, value):
+    for i in range(at, at + size, LANES):
+        store(x, i, splat(value))
+
+
+@_part
+def rescale(x, size, factor):
+    for i in range(0, size, LANES):
+        store(x, i, load(x, i) * factor)
+
+
+@_part
+def row_key_of(keys, b, group, row):
+    """Of eight heads, for the dropout of a row; nothing where nothing is dropped."""
+    if len(keys) == 0:
+        return splat(np.uint32(0))
+    return mix32(head_keys(keys[b], group) ^ splat(np.uint32(row)))
+
+
+@_part
+def own_numbers(x, b, group, row, heads, lane):
+    """Numbers [B, H, R] of a row's heads."""
+    gather(x, place_of(x, (b, LANES * group, row)), heads, 1, lane, 0)
+    return load(lane, 0)
+
+
+@_part
+def put(x, heads, D, out, place, added, row):
+    """x [width, 8] into rows of several heads of a plane, or added to them; ``row`` is scratch."""
+    if not added:
+        scatter(x, 0, heads, D, out, place_of(out, place))
+        return
+    at = place_of(out, place)
+    for head in range(heads):
+        for i in range(D):
+            row[i] = x[LANES * i + head]
+        for i in range(D):
+            out.memory[at + head * out.stride_h + i] += row[i]
