@@ -235,6 +235,14 @@ def test_bad_input(case, tmp_path, graph):
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
+def test_a_gpu_is_refused_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="device must be cpu for full batches"):
+        mg.TrainConfig(**SMALL).torch_device()
+    assert mg.TrainConfig(**SMALL, device="cpu").torch_device().type == "cpu"
+
+
 def test_the_cost_model_says_that_it_does_not_know_full_batches(graph):
     config = mg.TrainConfig(**SMALL)
     with pytest.raises(ValueError, match="does not know the pairs of a whole graph"):
