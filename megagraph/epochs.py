@@ -179,12 +179,10 @@ class Epochs:
 
     @property
     def finished(self) -> bool:
-        if self.batch:
-            return False
-        return self.epoch == self.config.epochs or self.step == self.total_steps or self._waits_in_vain
+        return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps or self._in_vain)
 
     @property
-    def _waits_in_vain(self) -> bool:
+    def _in_vain(self) -> bool:
         """Whether the best epoch is too long ago."""
         if self.config.patience is None or not self.history:
             return False
