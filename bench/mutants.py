@@ -314,8 +314,8 @@ DRAWN = (
     Mutant(
         "finished",
         "megagraph/epochs.py",
-        "return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps or self._in_vain)",
-        "return self.batch == 1 and (self.epoch == self.config.epochs or self.step == self.total_steps or self._in_vain)",
+        "return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps",
+        "return self.batch == 1 and (self.epoch == self.config.epochs or self.step == self.total_steps",
     ),
 )
 MUTANTS = AUDITED + DRAWN
