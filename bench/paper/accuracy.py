@@ -6,9 +6,9 @@ GraphSAGE, GAT, SGFormer, Polynormer.
     python -m bench.paper.accuracy table                            # from the rows
 
 Every system has six trials on each of four graphs (``bench/paper/trials.py``), and the same CPU seconds a training. The
-trial with the best validation nodes of seed 0 is then trained on other seeds, whose test nodes are reported. A graph
-that nobody tuned on takes, for every system, the settings of the tuned one nearest to it (``likeness``). A row is one
-training, in bench/results/cpu/accuracy/SET.jsonl. Several processes may run at once, each with its own ``--part``.
+trial that is best on the validation nodes of tuning is then trained on other seeds, whose test nodes are reported. A
+graph that nobody tuned on takes, for every system, the settings of the tuned one nearest to it (``likeness``). A row is
+one training, in bench/results/cpu/accuracy/SET.jsonl. Several processes may run at once, each with its own ``--part``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Piece:
-    """One training: a trial of tuning (seed 0), or a seed of the report."""
+    """One training: a trial of tuning, or a seed of the report."""
 
     set: str
     system: str
@@ -57,7 +57,12 @@ def pieces(name: str) -> list[Piece]:
     """All of a set, tuning first. Graphormer has no trials of its own: it takes our settings."""
     chosen = of_name(name)
     tuned = [system for system in chosen.systems if chosen.tuned and system in TRIALS]
-    trials = [Piece(name, system, trial, TUNING_SEED) for system in tuned for trial in range(len(TRIALS[system]))]
+    trials = [
+        Piece(name, system, trial, seed)
+        for seed in chosen.tuning_seeds
+        for system in tuned
+        for trial in range(len(TRIALS[system]))
+    ]
     seeds = range(TUNING_SEED + 1, TUNING_SEED + 1 + chosen.seeds)
     return trials + [Piece(name, system, None, seed) for system in chosen.systems for seed in seeds]
 
@@ -114,13 +119,19 @@ def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def best_trial(name: str, system: str) -> int | None:
-    """By validation, of those within the CPU seconds; ``None`` while any has no row, or none is within them."""
-    rows = [row for row in rows_of(name) if row["system"] == system and row["trial"] is not None]
-    if len({row["trial"] for row in rows}) < len(TRIALS[system]):
-        return None
-    # a baseline looks at its clock after an epoch
-    within = [row for row in rows if row["cpu_seconds"] <= 1.1 * of_name(name).most_seconds]
-    return max(within, key=lambda row: row["best_val"])["trial"] if within else None
+    """By the mean over tuning seeds of the best validation, of those within the CPU seconds; ``None`` while any has no
+    row, or none is within them."""
+    values: dict[int, list[float]] = {trial: [] for trial in range(len(TRIALS[system]))}
+    for piece in pieces(name):
+        if piece.system == system and piece.trial is not None:
+            row = next(filter(piece.is_of, rows_of(name)), None)
+            if row is None:
+                return None
+            # a baseline looks at its clock after an epoch
+            within = row["cpu_seconds"] <= 1.1 * of_name(name).most_seconds
+            values[piece.trial].append(row["best_val"] if within else float("-inf"))
+    best = max(values, key=lambda trial: np.mean(values[trial]))
+    return best if np.isfinite(np.mean(values[best])) else None
 
 
 def ours(piece: Piece, settings: dict[str, Any], graph: Graph, split: Split, root: Path) -> dict[str, Any]:
@@ -201,10 +212,11 @@ def run(
     own, parts = map(int, part.split("/"))
     ends = time.monotonic() + 60 * minutes
     for number, piece in enumerate(piece for name in sets for piece in pieces(name) if piece.system in systems):
-        if number % parts != own or any(map(piece.is_of, rows_of(piece.set))):
+        if number % parts != own:
             continue
         settings, of = settings_of(piece, root)
-        if settings is None:
+        rows = filter(piece.is_of, rows_of(piece.set))
+        if settings is None or any(row["settings"] == settings for row in rows):
             continue
         if time.monotonic() + of_name(piece.set).most_seconds > ends:
             break
@@ -231,7 +243,7 @@ def plan() -> None:
 
 
 def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
-    """The rows of a system that are not of tuning, by seed."""
+    """The rows of a system that are not of tuning, by seed; the last of each, which is of the trial chosen last."""
     return {row["seed"]: row for row in rows_of(name) if row["system"] == system and row["trial"] is None}
 
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 BASELINES = ("gcn", "sage", "gat", "sgformer", "polynormer")
 OURS = ("megagraph", "megagraph-unbiased", "graphormer")
-TUNING_SEED = 0  # reports are of the seeds from 1 on
+TUNING_SEED = 0  # reports are of the seeds 1, 2, ..., and tuning of none of these
+MORE_SEEDS = (100, 101)  # on which trials are judged, too, where validation nodes are few: 541 say 1.3 points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Set:
         epochs: of ours, one step each, about as many as these seconds allow.
         tuned: by its own trials; otherwise with the settings of the tuned set that is most like it.
         seeds: how many are reported.
+        tuning_seeds: whose validation nodes, on average, choose a trial.
     """
 
     dataset: str
@@ -33,17 +35,18 @@ class Set:
     split: Literal["random", "public"] = "random"
     metric: Literal["accuracy", "roc_auc"] = "accuracy"
     seeds: int = 5
+    tuning_seeds: tuple[int, ...] = (TUNING_SEED,)
     systems: tuple[str, ...] = (*BASELINES, *OURS)
 
 
 SETS = {
-    "cora": Set(dataset="cora", most_seconds=150, tuned=True),
+    "cora": Set(dataset="cora", most_seconds=100, tuned=True, tuning_seeds=(TUNING_SEED, *MORE_SEEDS)),
     "pubmed": Set(dataset="pubmed", epochs=250, most_seconds=400, tuned=True),
     "computers": Set(dataset="computers", epochs=300, most_seconds=430, tuned=True),
     "tolokers": Set(dataset="tolokers", epochs=200, most_seconds=430, tuned=True, split="public", metric="roc_auc"),
-    "citeseer": Set(dataset="citeseer", most_seconds=150),
-    "wordnet30": Set(dataset="wordnet30/raw/wordnet30.npz", most_seconds=800, epochs=120, seeds=3),
-    "debian12": Set(dataset="debian12/raw/debian12.npz", most_seconds=800, epochs=120, seeds=3),
+    "citeseer": Set(dataset="citeseer", most_seconds=100),
+    "wordnet30": Set(dataset="wordnet30/raw/wordnet30.npz", most_seconds=780, epochs=120, seeds=3),
+    "debian12": Set(dataset="debian12/raw/debian12.npz", most_seconds=780, epochs=120, seeds=3),
     # only to see that the baselines are as good here as where they were published
     **{
         f"{name}-public": Set(dataset=name, most_seconds=60, tuned=True, split="public", systems=BASELINES)
