@@ -121,10 +121,10 @@ def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
 def best_trial(name: str, system: str) -> int | None:
     """By the mean over tuning seeds of the best validation, of those within the CPU seconds; ``None`` while any has no
     row, or none is within them."""
-    values: dict[int, list[float]] = {trial: [] for trial in range(len(TRIALS[system]))}
+    rows, values = rows_of(name), {trial: [] for trial in range(len(TRIALS[system]))}
     for piece in pieces(name):
         if piece.system == system and piece.trial is not None:
-            row = next(filter(piece.is_of, rows_of(name)), None)
+            row = next(filter(piece.is_of, rows), None)
             if row is None:
                 return None
             # a baseline looks at its clock after an epoch

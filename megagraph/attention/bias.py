@@ -71,9 +71,10 @@ def _scattered(values: Tensor, relation: Relation, fill: float) -> Tensor:
 
 
 def _no_rows_of(relation: Relation | None, index: Tensor | slice) -> None:
-    if relation is not None and not (
-        isinstance(index, slice) and index.indices(relation.shape[1])[:2] == (0, relation.shape[1])
-    ):
+    if relation is None:
+        return
+    num_rows = relation.shape[1]
+    if not isinstance(index, slice) or index.indices(num_rows) != (0, num_rows, 1):
         raise NotImplementedError("a sparse bias has no rows() but all of them; build one of the rows that are wanted")
 
 
@@ -340,10 +341,10 @@ class BorderedBias:
     def rows(self, index: Tensor | slice) -> BorderedBias:
         """The bias of all rows, or of the regular ones alone; of no others."""
         num_nodes, num_rows = self.super_columns.shape[2], self.shape[2]
-        wanted = index.indices(num_rows)[:2] if isinstance(index, slice) else None
-        if wanted == (0, num_nodes):
+        wanted = index.indices(num_rows) if isinstance(index, slice) else None
+        if wanted == (0, num_nodes, 1):
             return replace(self, super_rows=None)
-        if wanted != (0, num_rows):
+        if wanted != (0, num_rows, 1):
             raise ValueError(f"rows of a bordered bias must be all {num_rows}, or the first {num_nodes}, got {index}")
         return self
 

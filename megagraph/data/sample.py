@@ -10,7 +10,7 @@ import numpy as np
 from megagraph.data.coarsen import normalized_adjacency
 from megagraph.data.graph import Graph
 
-_MOST_EXACT_EDGES, _PROBES, _TOLERANCE = 2**23, 16, 1e-5
+_MOST_EXACT_EDGES, _PROBES, _TOLERANCE = 2**21, 16, 1e-5
 MAX_STORED_SOURCES = 2**15  # graphs up to this size keep the candidates of all nodes: 32 MiB with 128 of each
 
 

@@ -232,6 +232,7 @@ BAD = {
         "leave out pairs",
     ),
     "rows": (lambda: BucketBias(GOOD, TABLE).rows(slice(1)), "no rows"),
+    "every other row": (lambda: BucketBias(GOOD, TABLE).rows(slice(None, None, 2)), "no rows"),
     "heads": (
         lambda: mg.biased_attention(*(torch.zeros(1, 3, n, 4) for n in (2, 4, 4)), BucketBias(GOOD, TABLE)),
         r"bias must have shape",
@@ -338,6 +339,8 @@ def test_regular_rows_alone():
     assert_equal(expected(some, attend), want)
     with pytest.raises(ValueError, match=r"all 25, or the first 21, got slice"):
         data.bias(whole.bias.table).rows(slice(20))
+    with pytest.raises(ValueError, match="must be all 25"):
+        data.bias(whole.bias.table).rows(slice(None, None, 2))
 
 
 def test_a_ring_says_that_it_takes_no_lists():

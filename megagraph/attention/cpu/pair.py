@@ -71,15 +71,15 @@ def to_lanes(first, last, x, sizes, factor, out):
 
 
 @_part
-def dot(a, a_at, b, b_at, width):
-    """sum_d a[d] b[d] of eight heads."""
+def dot(a, b, at, width):
+    """sum_d a[d] b[at + d] of eight heads."""
     zero = splat(a.dtype.type(0))
     s0 = s1 = s2 = s3 = zero
     for d in range(0, LANES * width, 4 * LANES):
-        s0 = multiply_add(load(a, a_at + d), load(b, b_at + d), s0)
-        s1 = multiply_add(load(a, a_at + d + 8), load(b, b_at + d + 8), s1)
-        s2 = multiply_add(load(a, a_at + d + 16), load(b, b_at + d + 16), s2)
-        s3 = multiply_add(load(a, a_at + d + 24), load(b, b_at + d + 24), s3)
+        s0 = multiply_add(load(a, d), load(b, at + d), s0)
+        s1 = multiply_add(load(a, d + 8), load(b, at + d + 8), s1)
+        s2 = multiply_add(load(a, d + 16), load(b, at + d + 16), s2)
+        s3 = multiply_add(load(a, d + 24), load(b, at + d + 24), s3)
     return (s0 + s1) + (s2 + s3)
 
 
@@ -127,18 +127,6 @@ def first_from(columns, start, end, column):
         else:
             end = middle
     return start
-
-
-@_part
-def fill(x, at, size, value):
-    for i in range(at, at + size, LANES):
-        store(x, i, splat(value))
-
-
-@_part
-def rescale(x, size, factor):
-    for i in range(0, size, LANES):
-        store(x, i, load(x, i) * factor)
 
 
 @_part

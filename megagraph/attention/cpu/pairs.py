@@ -25,15 +25,13 @@ from megagraph.attention.cpu.pair import (
     add_combined,
     bias_of,
     dot,
-    fill,
     first_from,
     own_numbers,
     put,
-    rescale,
     row_key_of,
     to_lanes,
 )
-from megagraph.attention.cpu.row import gather, padded, scatter, up
+from megagraph.attention.cpu.row import fill, gather, num_groups, padded, rescale, scatter, up
 from megagraph.attention.cpu.simd import (
     LANES,
     borrowed,
@@ -81,7 +79,7 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                 row_key = row_key_of(dropout_keys, b, group, row_ids[row])
                 m, l = splat(minus_inf), splat(zero)
                 if is_first:
-                    fill(total, 0, size, zero)
+                    fill(total, size, zero)
                 else:
                     m, l = (
                         own_numbers(m_state, b, group, row, heads, lane),
@@ -97,7 +95,7 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                         for j in range(n):
                             at_column = np.intp(columns[chunk + j])
                             places[j] = (base + at_column - column + key) * size
-                            x = dot(q_t, 0, k_t, places[j], width)
+                            x = dot(q_t, k_t, places[j], width)
                             x = x + bias_of(chunk + j, bias, group, heads, H, lane)
                             if len(padding) and padding[b, at_column]:
                                 x = splat(minus_inf)
@@ -156,7 +154,7 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
                     finite(own_numbers(lse, b, group, row, heads, lane)),
                     own_numbers(delta, b, group, row, heads, lane),
                 )
-                fill(dq_t, 0, size, zero)
+                fill(dq_t, size, zero)
                 for segment in range(len(work.segments)):
                     key, column, length = work.segments[segment]
                     start = first_from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
@@ -166,11 +164,11 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
                         for j in range(n):
                             pair, at_column = chunk + j, np.intp(columns[chunk + j])
                             places[j] = (base + at_column - column + key) * size
-                            x = dot(q_t, 0, k_t, places[j], width)
+                            x = dot(q_t, k_t, places[j], width)
                             x = x + bias_of(pair, bias, group, heads, H, lane)
                             if len(padding) and padding[b, at_column]:
                                 x = splat(minus_inf)
-                            dp = dot(d_out_t, 0, v_t, places[j], width)
+                            dp = dot(d_out_t, v_t, places[j], width)
                             if len(dropout_keys):
                                 hashed = pair_hash(row_key, splat(np.uint32(at_column + work.first_column)))
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
@@ -225,17 +223,17 @@ def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added)
                     place, hidden = (b, head, key), len(padding) > 0 and padding[b, column]
                     gather(k, place_of(k, place), heads, D, k_t, 0)
                     gather(v, place_of(v, place), heads, D, v_t, 0)
-                    fill(dk_t, 0, size, zero)
-                    fill(dv_t, 0, size, zero)
+                    fill(dk_t, size, zero)
+                    fill(dv_t, size, zero)
                     start, end = lists.key_starts[listed], lists.key_starts[listed + 1]
                     for chunk in range(start, start if hidden else end, _CHUNK):
                         n = min(_CHUNK, end - chunk)
                         for j in range(n):
                             row = np.intp(lists.key_rows[chunk + j])
                             places[j] = (base + row) * size
-                            x = dot(k_t, 0, q_t, places[j], width)
+                            x = dot(k_t, q_t, places[j], width)
                             x = x + bias_of(np.intp(lists.key_pairs[chunk + j]), bias, group, heads, H, lane)
-                            dp = dot(v_t, 0, d_out_t, places[j], width)
+                            dp = dot(v_t, d_out_t, places[j], width)
                             p = exp(x - load(lse, LANES * (base + row)))
                             kept = p
                             if len(dropout_keys):
@@ -251,14 +249,10 @@ def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added)
                     put(dv_t, heads, D, dv, place, added, scratch)
 
 
-def _groups(heads: int) -> int:
-    return -(-heads // LANES)
-
-
 def _lanes(x: Tensor, compute: torch.dtype, factor: float = 1.0) -> np.ndarray:
     """[S, H, R, D] as [S, G, R, width, 8], flat, times factor; heads beyond the last are zeros."""
     S, H, R, D = x.shape
-    size = S * _groups(H) * R * up(D) * LANES
+    size = S * num_groups(H) * R * up(D) * LANES
     if H % LANES == 0 and up(D) == D:  # all of it is written
         out = reuse.empty_like(torch.empty(size, dtype=compute)).numpy()
     else:
@@ -268,14 +262,14 @@ def _lanes(x: Tensor, compute: torch.dtype, factor: float = 1.0) -> np.ndarray:
     def run(_: int, first: int, last: int) -> None:
         to_lanes(first, last, view, (S, H, R, D), out.dtype.type(factor), out)
 
-    in_threads(run, np.full(R, S * _groups(H)), _PAIRS_PER_THREAD)
+    in_threads(run, np.full(R, S * num_groups(H)), _PAIRS_PER_THREAD)
     return out
 
 
 def _numbers_in_lanes(x: Tensor, compute: torch.dtype) -> np.ndarray:
     """[S, H, R] as [S, G, R, 8], flat."""
     S, H, R = x.shape
-    out = torch.zeros(S, _groups(H) * LANES, R, dtype=compute)
+    out = torch.zeros(S, num_groups(H) * LANES, R, dtype=compute)
     out[:, :H] = x
     return out.unflatten(1, (-1, LANES)).transpose(2, 3).contiguous().view(-1).numpy()
 
@@ -285,7 +279,7 @@ def _lists(step: Step) -> Lists:
     return Lists(*(x.contiguous().numpy() for x in given if x is not None))
 
 
-def _bias(step: Step, heads: int, compute: torch.dtype) -> PairBias:
+def _bias(step: Step, compute: torch.dtype) -> PairBias:
     learned, data = step.learned, step.data
     assert learned is not None
     nothing = torch.empty(0, dtype=compute).numpy()
@@ -298,10 +292,7 @@ def _bias(step: Step, heads: int, compute: torch.dtype) -> PairBias:
         table, buckets = masked_table(table), memory(data.contiguous())
     else:
         numbers = memory(data.to(compute).contiguous())
-    lanes = torch.zeros(_groups(heads) * LANES, table.shape[1], dtype=compute)
-    lanes[:heads] = table
-    by_lanes = lanes.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
-    return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, by_lanes.view(-1).numpy())
+    return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, _numbers_in_lanes(table[None], compute))
 
 
 def _dropout(step: Step, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -334,7 +325,7 @@ def _work(step: Step, q: Tensor, k: Tensor, number: type) -> Work:
 
 def _costs(starts: np.ndarray, work: Work) -> np.ndarray:
     """Pairs of every list, over all heads and sequences that read it; a list itself costs as two of them."""
-    return (np.diff(starts) + 2) * (_groups(work.H) * (work.S if work.shared else 1))
+    return (np.diff(starts) + 2) * (num_groups(work.H) * (work.S if work.shared else 1))
 
 
 def _number(compute: torch.dtype) -> type:
@@ -344,7 +335,7 @@ def _number(compute: torch.dtype) -> type:
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     """Fold the visiting keys k, v [B, H, n, D] that are listed into the state of q [B, H, M, D], or into its result."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    work, lists, bias = _work(step, q, k, _number(compute)), _lists(step), _bias(step, q.shape[1], compute)
+    work, lists, bias = _work(step, q, k, _number(compute)), _lists(step), _bias(step, compute)
     out = state.out
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
@@ -362,7 +353,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
 def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
     """This step's share of the gradients; that of a dense bias [P, H] is added, too."""
     compute, d_learned = torch.promote_types(q.dtype, torch.float32), gradients.d_learned
-    work, bias = _work(step, q, k, _number(compute)), _bias(step, q.shape[1], compute)
+    work, bias = _work(step, q, k, _number(compute)), _bias(step, compute)
     call = work, _lists(step), bias, _dropout(step, work.M)
     q, k, v, d_out = (x.to(compute) for x in (q, k, v, gradients.d_out))
     d_pairs = torch.zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else (0,), dtype=compute)
@@ -383,7 +374,7 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     if d_learned is not None and step.form == "dense":
         d_learned += d_pairs.view(d_learned.shape)
     elif d_learned is not None:
-        total = torch.from_numpy(d_tables.sum(axis=0)).view(_groups(work.H), -1, LANES)
+        total = torch.from_numpy(d_tables.sum(axis=0)).view(num_groups(work.H), -1, LANES)
         d_learned += total.transpose(1, 2).flatten(0, 1)[: work.H, : d_learned.shape[1]].to(d_learned.dtype)
 
 
@@ -419,4 +410,4 @@ def _costs_of_keys(lists: Lists, work: Work) -> np.ndarray:
         counts = counts.reshape(work.S, -1).sum(axis=0)
     for key, column, length in work.segments:
         costs[key : key + length] += counts[column : column + length]
-    return costs * (_groups(work.H) * (work.S if work.shared else 1))
+    return costs * (num_groups(work.H) * (work.S if work.shared else 1))

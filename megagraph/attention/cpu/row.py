@@ -148,8 +148,9 @@ def fill(x, size, value):
 
 @_part
 def rescale(x, size, factor):
+    """By a vector."""
     for i in range(0, size, LANES):
-        store(x, i, load(x, i) * splat(factor))
+        store(x, i, load(x, i) * factor)
 
 
 @jit()
@@ -235,6 +236,11 @@ def exponentials(s, n):
             store(s, LANES * j, p)
         l = l + part
     return m, l
+
+
+def num_groups(heads):
+    """Of eight heads, to hold them all."""
+    return -(-heads // LANES)
 
 
 def up(size):

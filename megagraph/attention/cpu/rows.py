@@ -32,6 +32,7 @@ from megagraph.attention.cpu.row import (
     gather,
     gather_rows,
     head_keys,
+    num_groups,
     padded,
     rescale,
     scatter,
@@ -85,7 +86,7 @@ def _forward(first, last, sizes, planes, pairs, scratch):
                 fetch_row(v, after, key_start, key_at, nth, last, D)
                 fetch_row(q, after, query_start, query_at, nth, last, D)
                 gather(q, place_of(q, (b, head, row)), heads, D, q_t, 0)
-                rescale(q_t, LANES * width, scale)
+                rescale(q_t, LANES * width, splat(scale))
                 set_to_bias(s, bias, sequence, slot, slots, at, n)
                 add_dots(q_t, k_t, n, width, s)
 
@@ -133,7 +134,7 @@ def _backward(first, last, sizes, planes, d_learned, pairs, scratch):
                 fetch_row(q, after, query_start, query_at, nth, last, D)
                 fetch_row(d_out, after, query_start, query_at, nth, last, D)
                 gather(q, place_of(q, (b, head, row)), heads, D, q_t, 0)
-                rescale(q_t, LANES * width, scale)
+                rescale(q_t, LANES * width, splat(scale))
                 gather(d_out, place_of(d_out, (b, head, row)), heads, D, d_out_t, 0)
                 set_to_bias(s, bias, sequence, slot, slots, at, n)
                 add_dots(q_t, k_t, n, width, s)
@@ -167,16 +168,12 @@ def _side_by_side_as(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-def _num_groups(heads: int) -> int:
-    return -(-heads // LANES)
-
-
 def _bias(step: Step, heads: int) -> BiasArrays:
     """With ``learned`` [G, R, 8], flat."""
     bias = bias_arrays(step, torch.float32)
-    lanes = np.zeros((_num_groups(heads) * LANES, bias.at.num_learned), np.float32)
+    lanes = np.zeros((num_groups(heads) * LANES, bias.at.num_learned), np.float32)
     lanes[:heads] = bias.learned.reshape(heads, -1)
-    by_lanes = lanes.reshape(_num_groups(heads), LANES, -1).transpose(0, 2, 1)
+    by_lanes = lanes.reshape(num_groups(heads), LANES, -1).transpose(0, 2, 1)
     return bias._replace(learned=np.ascontiguousarray(by_lanes).reshape(-1))
 
 
@@ -262,7 +259,7 @@ def backward(
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and dense is None:
-        total = torch.from_numpy(shares.sum(axis=0)).view(_num_groups(H), -1, LANES)
+        total = torch.from_numpy(shares.sum(axis=0)).view(num_groups(H), -1, LANES)
         d_learned += total.transpose(1, 2).flatten(0, 1)[:H, : d_learned.shape[1]]
     for x, y in zip(given, written, strict=True):
         if x is not None and y is not None and x is not y:
