@@ -67,7 +67,12 @@ STORES = ("tests/data/test_store.py", "tests/data/test_store_check.py", "tests/d
 TESTS = {
     "kernels/hidden_dropout.py": ("tests/kernels/test_hidden_dropout.py",),
     "kernels/": ("tests/kernels/test_variants.py", *STEPS),
-    "megagraph/attention/ring.py": ("tests/attention/test_ring.py",),
+    **dict.fromkeys(
+        (f"megagraph/attention/{name}.py" for name in ("rank", "ring", "comm", "context_parallel")),
+        ("tests/attention/test_ring.py", "tests/attention/test_halo.py"),
+    ),
+    "megagraph/attention/halo.py": ("tests/attention/test_halo.py",),
+    "megagraph/attention/bordered.py": ("tests/attention/test_halo.py", "tests/attention/test_pairs.py"),
     "megagraph/attention/module.py": ("tests/attention/test_dropout.py", "tests/attention/test_operator.py"),
     "megagraph/attention/layout.py": ("tests/attention/test_layout.py", "tests/attention/test_ring.py"),
     "megagraph/attention/dropout.py": ("tests/attention/test_dropout.py", *STEPS),
@@ -201,7 +206,7 @@ DRAWN = (
     Mutant("_check_plane", "megagraph/attention/bias.py", "check_strided(name, tensor)", "pass"),
     Mutant(
         "backward",
-        "megagraph/attention/ring.py",
+        "megagraph/attention/rank.py",
         "ranks, results[0::2], results[1::2], grads[0::2], grads[1::2], strict=True",
         "ranks, results[0::2], results[2::2], grads[0::2], grads[1::2], strict=True",
     ),

@@ -17,10 +17,11 @@ from torch import Tensor
 import megagraph as mg
 from bench.measure import problem, times
 from bench.shapes import DEVICE, FORMS, Case, Inputs, aligned_rows, make_bias, square
+from megagraph.attention.comm import attend
+from megagraph.attention.context_parallel import loopback_attention
 from megagraph.attention.engines import choose
 from megagraph.attention.exchange import Loopback
 from megagraph.attention.operator import make_step
-from megagraph.attention.ring import _RingAttention, loopback_attention
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -84,10 +85,10 @@ def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Ca
     leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
     path = choose(None, inputs.q, ring=True)
     biases = [make_bias(case.form, part.data, part.learned) for part in parts]
-    steps = [make_step(part.q, bias, None, None, 0.0, None, *path) for part, bias in zip(parts, biases, strict=True)]
+    steps = [(make_step(part.q, bias, None, None, 0.0, None, *path),) for part, bias in zip(parts, biases, strict=True)]
 
     def forward():
-        return _RingAttention.apply(Loopback(), layouts, steps, *leaves)
+        return attend("ring", Loopback(), layouts, steps, [], leaves)
 
     return _launch(forward, leaves, [part.d_out for part in parts], direction)
 

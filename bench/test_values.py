@@ -12,7 +12,7 @@ import torch
 import megagraph as mg
 from bench.peers import CONTENDERS
 from bench.shapes import DEVICE, Case, cases, make_inputs
-from megagraph.attention.ring import loopback_attention
+from megagraph.attention.context_parallel import loopback_attention
 from tests.problems import FORMS, Shape, assert_matches, expected, make_problem
 
 IMPLS = [name.removeprefix("megagraph_") for name, contender in CONTENDERS.items() if contender.ours]

@@ -63,7 +63,7 @@ def environment(**values: str) -> Iterator[None]:
 def bits(impl: str, threads: int) -> Record:
     """Digests of out, lse and gradients, by problem; an implementation says no where it cannot run one."""
     import megagraph as mg
-    from megagraph.attention.ring import loopback_attention
+    from megagraph.attention.context_parallel import loopback_attention
     from tests.problems import FORMS, Shape, make_problem, ring_problem
 
     torch.set_num_threads(threads)

@@ -2,11 +2,11 @@
 
 from megagraph import planner
 from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.operator import biased_attention
-from megagraph.attention.ring import ring_attention
 from megagraph.config import TrainConfig
 from megagraph.data.graph import Graph
 from megagraph.evaluate import predict

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.bias import Bias, BorderedBias, BucketBias, DenseBias
+from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.packing import Packing
-from megagraph.attention.ring import ring_attention
 from megagraph.data.batch import Batch
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_loader, open_run

@@ -25,9 +25,9 @@ from torch import Tensor
 
 import megagraph as mg
 from bench.provenance import write_rows
+from megagraph.attention.comm import attend
 from megagraph.attention.engines import choose
 from megagraph.attention.operator import make_step
-from megagraph.attention.ring import _RingAttention
 
 SEED, WARMUP_ROUNDS, ROUNDS = 0, 2, 11
 WORLD_SIZE, H, N, D, NUM_BUCKETS = 4, 8, 4096, 64, 32
@@ -69,7 +69,7 @@ class Rank:
         """Seconds of forward and of backward; out and the gradients."""
         exchange.delay = delays["forward"]
         started = time.perf_counter()
-        out, _ = _RingAttention.apply(exchange, [self.layout], [self.step], *self.inputs)
+        out, _ = attend("ring", exchange, [self.layout], [(self.step,)], [], self.inputs)
         computed = time.perf_counter()
         exchange.delay = delays["backward"]
         gradients = torch.autograd.grad(out, self.inputs, self.d_out)

@@ -12,13 +12,15 @@ them from there, as in ``dataclasses.replace(bias, table=table)``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation, is_sparse
 
+B = TypeVar("B", "DenseBias", "BucketBias", "ProjectedBias")
 MASKED_BUCKET = 255  # index value of a node pair that must not attend
 MAX_BUCKETS = 255
 MAX_CHANNELS = 16
@@ -67,15 +69,18 @@ def _scattered(values: Tensor, relation: Relation, fill: float) -> Tensor:
     S, M, N = relation.shape
     dense = values.new_full((S * M, N, values.shape[1]), fill)
     rows = relation.rows().to(values.device)
-    return dense.index_put((rows, relation.columns.long()), values).view(S, M, N, -1).movedim(3, 1)
+    return dense.index_put((rows, relation.columns.long()), values).view(S, M, N, values.shape[1]).movedim(3, 1)
 
 
-def _no_rows_of(relation: Relation | None, index: Tensor | slice) -> None:
-    if relation is None:
-        return
-    num_rows = relation.shape[1]
-    if not isinstance(index, slice) or index.indices(num_rows) != (0, num_rows, 1):
-        raise NotImplementedError("a sparse bias has no rows() but all of them; build one of the rows that are wanted")
+def _sparse_rows(bias: B, field: str, index: Tensor | slice) -> B:
+    """The sparse bias of these rows, whose field has the values of the pairs."""
+    assert bias.relation is not None
+    rows = torch.arange(bias.relation.shape[1])
+    wanted = rows[index] if isinstance(index, slice) else index
+    if isinstance(index, slice) and torch.equal(wanted, rows):
+        return bias
+    relation, pairs = bias.relation.take(wanted)
+    return replace(bias, **{field: getattr(bias, field)[pairs], "relation": relation})
 
 
 def _check_plane(name: str, tensor: Tensor, ndim: int, axes: str) -> None:
@@ -134,8 +139,9 @@ class DenseBias:
 
     def rows(self, index: Tensor | slice) -> DenseBias:
         """The bias of these query rows."""
-        _no_rows_of(self.relation, index)
-        return self if self.relation is not None else DenseBias(self.values[:, :, index])
+        if self.relation is not None:
+            return _sparse_rows(self, "values", index)
+        return DenseBias(self.values[:, :, index])
 
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H or 1, M, N]."""
@@ -198,8 +204,9 @@ class BucketBias:
 
     def rows(self, index: Tensor | slice) -> BucketBias:
         """The bias of these query rows."""
-        _no_rows_of(self.relation, index)
-        return self if self.relation is not None else replace(self, index=self.index[:, index])
+        if self.relation is not None:
+            return _sparse_rows(self, "index", index)
+        return replace(self, index=self.index[:, index])
 
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H, M, N]."""
@@ -281,9 +288,8 @@ class ProjectedBias:
 
     def rows(self, index: Tensor | slice) -> ProjectedBias:
         """The bias of these query rows."""
-        _no_rows_of(self.relation, index)
         if self.relation is not None:
-            return self
+            return _sparse_rows(self, "channels", index)
         mask = None if self.mask is None else self.mask[:, index]
         return replace(self, channels=self.channels[:, :, index], mask=mask)
 
@@ -299,14 +305,14 @@ class ProjectedBias:
 
 @dataclass(frozen=True, eq=False)
 class BorderedBias:
-    """A sparse bias of N' regular nodes, with N_s super nodes that see, and are seen by, all; of one table.
+    """A sparse bias of regular nodes, with N_s super nodes that see, and are seen by, all; of one table.
 
     The super nodes are the last of N rows and columns. Nothing of N x N exists.
 
     Args:
-        pairs: sparse, [S, H, N', N'].
-        super_columns: dense, [S, H, N', N_s], of regular rows.
-        super_rows: dense, [S, H, N_s, N]; ``None``: they are not asked for.
+        pairs: sparse, [S, H, R, N'], of the R regular rows that are here.
+        super_columns: dense, [S, H, R, N_s], of these rows.
+        super_rows: dense, [S, H, N_s, R + N_s], whose regular columns are those rows; ``None``: they are not asked for.
     """
 
     pairs: BucketBias
@@ -316,10 +322,12 @@ class BorderedBias:
 
     @property
     def shape(self) -> torch.Size:
-        """[S, H, M, N]; M is N, or N' without super rows."""
-        sequences, heads, num_nodes, num_super = self.super_columns.shape
-        num_rows = num_nodes if self.super_rows is None else num_nodes + num_super
-        return torch.Size((sequences, heads, num_rows, num_nodes + num_super))
+        """[S, H, M, N]; M is R + N_s, or R without super rows."""
+        sequences, heads, num_rows, num_super = self.super_columns.shape
+        num_nodes = self.relation.num_columns
+        return torch.Size(
+            (sequences, heads, num_rows + (self.super_rows is not None) * num_super, num_nodes + num_super)
+        )
 
     @property
     def data(self) -> Tensor:
@@ -340,16 +348,22 @@ class BorderedBias:
 
     def rows(self, index: Tensor | slice) -> BorderedBias:
         """The bias of all rows, or of the regular ones alone; of no others."""
-        num_nodes, num_rows = self.super_columns.shape[2], self.shape[2]
+        num_regular, num_rows = self.super_columns.shape[2], self.shape[2]
         wanted = index.indices(num_rows) if isinstance(index, slice) else None
-        if wanted == (0, num_nodes, 1):
+        if wanted == (0, num_regular, 1):
             return replace(self, super_rows=None)
         if wanted != (0, num_rows, 1):
-            raise ValueError(f"rows of a bordered bias must be all {num_rows}, or the first {num_nodes}, got {index}")
+            raise ValueError(f"rows of a bordered bias must be all {num_rows}, or the first {num_regular}, got {index}")
         return self
 
+    def shard(self, layout: NodeLayout) -> BorderedBias:
+        """That of the rows of one rank, from that of all nodes."""
+        assert self.super_rows is not None
+        data = BorderedData(self.relation, self.data, self.super_columns.index, self.super_rows.index)
+        return data.shard(layout).bias(self.learned)
+
     def materialize(self) -> Tensor:
-        """The bias as a dense tensor [S, H, M, N]."""
+        """The bias as a dense tensor [S, H, M, N], of all nodes."""
         regular = torch.cat([self.pairs.materialize(), self.super_columns.materialize()], dim=3)
         return regular if self.super_rows is None else torch.cat([regular, self.super_rows.materialize()], dim=2)
 
@@ -359,10 +373,10 @@ class BorderedData:
     """The data of a :class:`BorderedBias`, buckets, shared by all layers.
 
     Args:
-        relation: which of the N' x N' pairs of regular nodes exist.
+        relation: which pairs of the R regular rows that are here and the N' regular columns exist.
         index: uint8 [P], of these pairs.
-        super_columns: uint8 [1, N', N_s], of regular rows.
-        super_rows: uint8 [1, N_s, N].
+        super_columns: uint8 [1, R, N_s], of regular rows.
+        super_rows: uint8 [1, N_s, R + N_s].
     """
 
     relation: Relation
@@ -373,6 +387,16 @@ class BorderedData:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BorderedData:
         moved = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.super_columns, self.super_rows))
         return BorderedData(self.relation.to(device), *moved)
+
+    def shard(self, layout: NodeLayout) -> BorderedData:
+        """What one rank holds of the data of all nodes; padding rows attend to super nodes alone."""
+        if layout.world_size == 1:
+            return self
+        rows = layout.local_to_global.to(self.index.device)
+        relation, pairs = self.relation.take(rows[: layout.block_size])
+        at = rows.clamp(min=0)
+        columns = self.super_columns[:, at[: layout.block_size]]
+        return BorderedData(relation, self.index[pairs], columns, self.super_rows[:, :, at])
 
     def bias(self, table: Tensor) -> BorderedBias:
         """With the table [H, R] of a layer."""

@@ -1,97 +1,129 @@
 """A whole graph as one sequence: listed pairs of regular nodes, and super nodes that see, and are seen by, all.
 
     columns     0 ........... N'-1 | N' ... N-1
-    regular     listed pairs       | dense          two steps of one softmax, the second from where the first has ended
-    super       dense                               all keys in one step
+    regular     listed pairs       | dense          steps of one softmax, each from where the one before has ended
+    super       dense                               each rank's own keys, then the softmaxes of the ranks become one
 
 Nothing of N x N exists: data is kept for the pairs, and for N_s rows and N_s columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import BorderedBias, BucketBias
-from megagraph.attention.engines import ENGINES, state_dtype
-from megagraph.attention.operator import attention_step_, attention_step_backward_, learned_gradient, make_step
-from megagraph.attention.step import Gradients, State, Step
+from megagraph.attention.comm import Comm, attend
+from megagraph.attention.engines import state_dtype
+from megagraph.attention.exchange import Exchange
+from megagraph.attention.layout import NodeLayout
+from megagraph.attention.rank import Home, RankAttention
+from megagraph.attention.step import Step
+
+MakeStep = Callable[[Tensor, BucketBias, Tensor | None], Step]  # of q, bias and padding of its columns
 
 
 def bordered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: BorderedBias,
+    comm: Comm,
+    exchange: Exchange | None,
+    layouts: list[NodeLayout],
+    make: MakeStep,
+    inputs: list[tuple[Tensor, Tensor, Tensor, BorderedBias]],
     key_padding_mask: Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    dropout_key: Tensor | None,
-    engine: str,
-) -> tuple[Tensor, Tensor]:
-    """out [B, H, M, D] and lse [B, H, M] of checked arguments; differentiable in q, k, v and the learned part."""
-    num_nodes, num_keys = bias.super_columns.shape[2], k.shape[2]
+) -> list[Tensor]:
+    """out [B, H, M, D] and lse [B, H, M] of every rank that is here, of checked arguments.
 
-    def step(part: BucketBias, first_key: int, last_key: int) -> Step:
-        padding = None if key_padding_mask is None else key_padding_mask[:, first_key:last_key]
-        made = make_step(q, part, padding, scale, dropout_p, dropout_key, engine, False)
-        return made.but(segments=[(first_key, 0, last_key - first_key)], first_column=first_key)
+    Args:
+        exchange: ``None``: one rank has all nodes.
+        inputs: q, k, v and the bias of each rank; all ask for the super rows, or none does.
+    """
+    steps, flat = [], []
+    for layout, (q, k, v, bias) in zip(layouts, inputs, strict=True):
+        regular, num_nodes = q[:, :, : layout.block_size], layout.num_nodes
+        border = make(regular, bias.super_columns, _columns(key_padding_mask, num_nodes, layout.num_columns))
+        pairs = make(regular, bias.pairs, _columns(key_padding_mask, 0, num_nodes))
+        if layout.world_size > 1 and pairs.dropout_key is not None:
+            rows = layout.row_ids(q.device)[: layout.block_size].int()
+            border, pairs = border.but(row_ids=rows), pairs.but(row_ids=rows)
+        steps.append((border.but(first_column=num_nodes), pairs))
+        flat += [regular, k, v, bias.learned]
+    results = attend(comm, exchange, layouts, steps, [bias.relation for *_, bias in inputs], flat)
+    if inputs[0][3].super_rows is None:
+        return list(results)
+    of_supers = _super_rows(exchange, layouts, make, inputs, key_padding_mask)
+    return [torch.cat(both, dim=2) for both in zip(results, of_supers, strict=True)]
 
-    steps = [step(bias.super_columns, num_nodes, num_keys), step(bias.pairs, 0, num_nodes)]
-    if bias.super_rows is not None:
-        rows = torch.arange(num_nodes, num_keys, dtype=torch.int32, device=q.device)
-        steps.append(step(bias.super_rows, 0, num_keys).but(row_ids=None if dropout_key is None else rows))
-    return _BorderedAttention.apply(steps, q, k, v, bias.learned)
+
+def _super_rows(
+    exchange: Exchange | None,
+    layouts: list[NodeLayout],
+    make: MakeStep,
+    inputs: list[tuple[Tensor, Tensor, Tensor, BorderedBias]],
+    key_padding_mask: Tensor | None,
+) -> list[Tensor]:
+    """out and lse of the super nodes, equal on all ranks; every rank attends to its own keys, rank 0 to theirs, too."""
+    steps, flat = [], []
+    for layout, (q, k, v, bias) in zip(layouts, inputs, strict=True):
+        supers, block, R = q[:, :, layout.block_size :], layout.block(), layout.block_size
+        assert bias.super_rows is not None
+        index, table = bias.super_rows.index, bias.learned
+        parts = [(0, block.start, BucketBias(index[:, :, : len(block)], table))]
+        if layout.rank == 0:
+            parts.insert(0, (R, layout.num_nodes, BucketBias(index[:, :, R:], table)))
+        rows = torch.arange(layout.num_nodes, layout.num_columns, dtype=torch.int32, device=q.device)
+        of_rank = []
+        for first_key, first_column, part in parts:
+            length = part.index.shape[2]
+            step = make(supers, part, _columns(key_padding_mask, first_column, first_column + length))
+            step = step.but(segments=[(first_key, 0, length)], first_column=first_column)
+            of_rank.append(step if step.dropout_key is None else step.but(row_ids=rows))
+        steps.append(tuple(of_rank))
+        flat += [supers, k, v, bias.learned]
+    results = RankAttention.apply(Home(), layouts, steps, *flat)
+    return list(results if exchange is None else _OneSoftmax.apply(exchange, *results))
 
 
-class _BorderedAttention(torch.autograd.Function):
-    """Steps of the regular rows: super columns, then pairs; and maybe one of the super rows."""
+def _columns(padding: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if padding is None else padding[:, first:last]
+
+
+class _OneSoftmax(torch.autograd.Function):
+    """out [B, H, M, D] and lse [B, H, M] of every rank here, over its own keys -> over the keys of all.
+
+    What a rank gets of gradients is its share of them, as the rows are on all ranks.
+    """
 
     @staticmethod
-    def forward(ctx, steps, q, k, v, learned):
-        ctx.steps = [step.but(learned=None) for step in steps]
-        out, dtype = torch.empty_like(q), state_dtype(q)
-        lses = []
-        for rows, group in _groups(ctx, q.shape[2], learned):
-            of_rows, size = q[:, :, rows], (*q.shape[:2], rows.stop - rows.start)
-            m, l, lse = (q.new_empty(size, dtype=dtype) for _ in range(3))
-            acc = q.new_empty((*size, q.shape[3]) if len(group) > 1 else 0, dtype=dtype)
-            state = State(first=False, last=False, m=m, l=l, acc=acc, out=out[:, :, rows], lse=lse)
-            for i, step in enumerate(group):
-                now = state.at(first=i == 0, last=i == len(group) - 1)
-                attention_step_(of_rows, k, v, *step.flat(), *now.flat())
-            lses.append(lse)
-        ctx.save_for_backward(q, k, v, learned, out, *lses)
-        return out, torch.cat(lses, dim=2)
+    def forward(ctx, exchange, *inputs):
+        ctx.exchange, results, weights = exchange, [], []
+        for out, (outs, lses) in zip(inputs[0::2], _gathered(exchange, inputs), strict=True):
+            lse = lses.logsumexp(0)
+            share = (lses - lse).exp().nan_to_num(0.0)  # of no keys at all: 0
+            results += [(share[..., None] * outs).sum(0).to(out.dtype), lse]
+        for own, lse in zip(inputs[1::2], results[1::2], strict=True):
+            weights.append((own - lse).exp().nan_to_num(0.0))
+        ctx.save_for_backward(*inputs[0::2], *weights, *results[0::2])
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out, d_lse):
-        q, k, v, learned, out, *lses = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros_like(x, dtype=state_dtype(q)) for x in (q, k, v))
-        d_learned = learned_gradient(ctx.steps[0], q, learned) if ctx.needs_input_grad[4] else None
-        for (rows, group), lse in zip(_groups(ctx, q.shape[2], learned), lses, strict=True):
-            delta = ENGINES[group[0].engine].delta(group[0], d_out[:, :, rows], out[:, :, rows], d_lse[:, :, rows])
-            gradients = Gradients(
-                d_out=d_out[:, :, rows],
-                lse=lse,
-                delta=delta,
-                dq=dq[:, :, rows],
-                dk=dk,
-                dv=dv,
-                d_learned=d_learned,
-                accumulate=True,
-            )
-            for step in group:
-                attention_step_backward_(q[:, :, rows], k, v, *step.flat(), *gradients.flat())
-        given = [x.to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v))]
-        return None, *given, None if d_learned is None else d_learned.to(learned.dtype)
+    def backward(ctx, *grads):
+        num_ranks, saved, gradients = len(grads) // 2, ctx.saved_tensors, []
+        for i, (d_outs, d_lses) in enumerate(_gathered(ctx.exchange, grads)):
+            own, weight, out = saved[i], saved[num_ranks + i], saved[2 * num_ranks + i]
+            d_out, d_lse = d_outs.sum(0), d_lses.sum(0)
+            d_own_lse = weight * (d_lse + (d_out * (own - out)).sum(-1))
+            gradients += [(weight[..., None] * d_out).to(own.dtype), d_own_lse]
+        return None, *gradients
 
 
-def _groups(ctx, num_rows: int, learned: Tensor) -> list[tuple[slice, list[Step]]]:
-    """Rows, and the steps of their softmax."""
-    num_nodes = ctx.steps[1].segments[0][2]
-    steps = [step.but(learned=learned) for step in ctx.steps]
-    regular = (slice(0, num_nodes), steps[:2])
-    return [regular] if len(steps) == 2 else [regular, (slice(num_nodes, num_rows), steps[2:])]
+def _gathered(exchange: Exchange, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+    """[P, ...] of both tensors of every rank here, [B, H, M, D] and [B, H, M]; in the dtype of sums."""
+    messages = [
+        torch.cat([x.to(state_dtype(x)), y[..., None].to(state_dtype(x))], dim=3)
+        for x, y in zip(tensors[0::2], tensors[1::2], strict=True)
+    ]
+    return [(x[..., :-1], x[..., -1]) for x in exchange.gather(messages)]

@@ -128,6 +128,8 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
         raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {step.engine!r}")
     if step.engine != "blocked" and (step.columns is not None or step.first_column):
         raise ValueError(f"columns and first_column must be None and 0 for engine {step.engine!r}, which has no lists")
+    if step.columns is None and step.column_ids is not None:
+        raise ValueError("column_ids must be None without columns: dense columns go on from first_column")
     if step.short and not whole:  # that path takes all keys to be here, and looks for a column of each
         raise ValueError(f"short must be False in one step of several, got {step.short}")
     if q.ndim != 4 or k.ndim != 4:
@@ -209,11 +211,13 @@ def _check_relation(step: Step, device: torch.device, B: int, M: int, N: int | N
         "key_rows": (step.key_rows, columns.shape, torch.int32),
         "key_pairs": (step.key_pairs, columns.shape, torch.int32),
     }
+    if step.column_ids is not None:
+        wanted["column_ids"] = (step.column_ids, (N,), torch.int32)
     for name, (x, shape, dtype) in wanted.items():
         check_tensor(name, x, device, shape, dtype, contiguous=True)
     if device.type == "cpu" and not torch.compiler.is_compiling() and type(columns) in (Tensor, nn.Parameter):
         bounds = {"row_starts": len(columns), "key_starts": len(columns), "columns": N - 1, "key_rows": M - 1}
-        for name, most in (bounds | {"key_pairs": len(columns) - 1}).items():
+        for name, most in (bounds | {"key_pairs": max(len(columns) - 1, 0)}).items():
             x = wanted[name][0]
             assert x is not None
             low, high = _once(_range_ascending if name.endswith("starts") else _range, x)

@@ -27,6 +27,13 @@ class Exchange(Protocol):
     def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
         """From a part [P, ...] for each rank: the sum of what all ranks have for a rank here, in the order of ranks."""
 
+    def trade(self, rows: list[Tensor], counts: list[list[int]], coming: list[list[int]]) -> Callable[[], list[Tensor]]:
+        """Start sending rows [n, ...], the first ``counts[0]`` of them to rank 0, and so on.
+
+        The result waits for, and returns, what the ranks sent: ``coming[0]`` rows of rank 0 first. No row may be
+        written before.
+        """
+
 
 class GroupExchange:
     """One rank in this process, the others in a process group."""
@@ -65,6 +72,18 @@ class GroupExchange:
         dist.all_to_all_single(received, mine, group=self.group)
         return [received.sum(dim=0)]
 
+    def trade(self, rows: list[Tensor], counts: list[list[int]], coming: list[list[int]]) -> Callable[[], list[Tensor]]:
+        (sent,), (to_ranks,), (of_ranks,) = rows, counts, coming
+        received = sent.new_empty(sum(of_ranks), *sent.shape[1:])
+        work = dist.all_to_all_single(received, sent, of_ranks, to_ranks, group=self.group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            assert work is not None
+            work.wait()
+            return [received]
+
+        return wait
+
 
 class StagedExchange(GroupExchange):
     """For blocks that the group's backend cannot send from where they are: through (pinned) memory of the host.
@@ -85,6 +104,10 @@ class StagedExchange(GroupExchange):
 
     def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
         return self._to_device(super().sum_home(self._to_host(parts)))
+
+    def trade(self, rows: list[Tensor], counts: list[list[int]], coming: list[list[int]]) -> Callable[[], list[Tensor]]:
+        arriving = super().trade(self._to_host(rows), counts, coming)
+        return lambda: self._to_device(arriving())
 
     def _host_buffer(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
@@ -139,3 +162,8 @@ class Loopback:
 
     def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
         return list(torch.stack(parts).sum(dim=0))
+
+    def trade(self, rows: list[Tensor], counts: list[list[int]], coming: list[list[int]]) -> Callable[[], list[Tensor]]:
+        by_rank = [sent.split(to_ranks) for sent, to_ranks in zip(rows, counts, strict=True)]
+        received = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
+        return lambda: received

@@ -5,13 +5,15 @@ Regular nodes are cut into P blocks of R = ceil(N' / P); super nodes are on ever
     columns, the same everywhere    0 ......................... N'-1 | N' ... N'+N_s-1
     rows of rank i                  i R ... (i+1) R - 1 | N' ... N'+N_s-1        S = R + N_s
 
-The last blocks may hold fewer nodes than R, or none: padding rows fill them, which nobody attends to.
+The last blocks may hold fewer nodes than R, or none: padding rows fill them, which nobody attends to. With ``cuts`` the
+blocks are as long as these say, and none has padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -28,21 +30,33 @@ class NodeLayout:
         num_nodes: regular nodes N'.
         num_super: super nodes N_s, global tokens among them.
         rank, world_size: this rank in its CP group of P ranks.
+        cuts: P + 1 regular nodes, from 0 to N': rank i has those from ``cuts[i]`` to before ``cuts[i + 1]``; ``None``:
+            equal blocks.
 
     Raises:
-        ValueError: no regular node, a negative ``num_super``, or a ``rank`` that is not one of ``world_size`` ranks.
+        ValueError: no regular node, a negative ``num_super``, a ``rank`` that is not one of ``world_size`` ranks, or
+            cuts that do not give every rank a node.
     """
 
     num_nodes: int
     num_super: int
     rank: int = 0
     world_size: int = 1
+    cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.num_super < 0:
             raise ValueError(f"expected num_nodes >= 1 and num_super >= 0, got {self.num_nodes} and {self.num_super}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must be in 0..world_size - 1 = {self.world_size - 1}, got {self.rank}")
+        if self.cuts is None:
+            return
+        ends = (self.cuts[0], self.cuts[-1]) if len(self.cuts) == self.world_size + 1 else None
+        if ends != (0, self.num_nodes) or any(start >= end for start, end in pairwise(self.cuts)):
+            raise ValueError(
+                f"cuts must be world_size + 1 = {self.world_size + 1} ascending numbers from 0 to num_nodes = "
+                f"{self.num_nodes}, got {self.cuts}; every rank needs a node"
+            )
 
     @property
     def num_columns(self) -> int:
@@ -51,8 +65,15 @@ class NodeLayout:
 
     @property
     def block_size(self) -> int:
-        """R, regular rows of a rank with its padding."""
-        return -(-self.num_nodes // self.world_size)
+        """R, regular rows of this rank with its padding."""
+        return self.largest_block if self.cuts is None else len(self.block())
+
+    @property
+    def largest_block(self) -> int:
+        """Regular rows of the rank that has most, with its padding: what travels is as long."""
+        if self.cuts is None:
+            return -(-self.num_nodes // self.world_size)
+        return max(end - start for start, end in pairwise(self.cuts))
 
     @property
     def num_local(self) -> int:
@@ -61,8 +82,11 @@ class NodeLayout:
 
     def block(self, rank: int | None = None) -> range:
         """The regular nodes of a rank (default: this one), without padding."""
-        start = self.block_size * (self.rank if rank is None else rank)
-        return range(min(start, self.num_nodes), min(start + self.block_size, self.num_nodes))
+        rank = self.rank if rank is None else rank
+        if self.cuts is not None:
+            return range(self.cuts[rank], self.cuts[rank + 1])
+        start = self.largest_block * rank
+        return range(min(start, self.num_nodes), min(start + self.largest_block, self.num_nodes))
 
     @property
     def local_to_global(self) -> Tensor:
@@ -116,9 +140,18 @@ class NodeLayout:
         return torch.cat([x.narrow(dim, block.start, len(block)), x.new_zeros(shape), supers], dim=dim)
 
     def join(self, blocks: Sequence[Tensor], supers: Tensor, dim: int) -> Tensor:
-        """All N rows, from the R regular rows of every rank, padding among them, and the super rows."""
+        """All N rows, from the regular rows of every rank, whatever follows them, and the super rows."""
         regular = (x.narrow(dim, 0, len(self.block(rank))) for rank, x in enumerate(blocks))
         return torch.cat([*regular, supers], dim=dim)
+
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's R regular rows, or more, as the rows of the largest block; 0 in place of what is not there."""
+        regular, missing = x.narrow(dim, 0, self.block_size), self.largest_block - self.block_size
+        if not missing:
+            return regular.contiguous()
+        shape = list(x.shape)
+        shape[dim] = missing
+        return torch.cat([regular, x.new_zeros(shape)], dim=dim)
 
     def gather(self, x_local: Tensor, dim: int, mesh: DeviceMesh | None = None) -> Tensor:
         """All N rows on every rank, from the S rows ``x_local`` of each, every super row once.
@@ -157,8 +190,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_local, dim, layout, group):
         ctx.dim, ctx.layout = dim, layout
-        regular, supers = x_local.split([layout.block_size, layout.num_super], dim=dim)
-        regular = regular.contiguous()
+        regular, supers = layout.padded(x_local, dim), x_local.narrow(dim, layout.block_size, layout.num_super)
         blocks = [torch.empty_like(regular) for _ in range(layout.world_size)]
         dist.all_gather(blocks, regular, group=group)
         return layout.join(blocks, supers, dim)

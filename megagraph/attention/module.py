@@ -7,12 +7,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
+from megagraph.attention.comm import Comm, check_comm
+from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.engines import Impl
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import as_bias
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
-from megagraph.attention.ring import Comm, check_comm, ring_attention
 
 
 class BiasedRingAttention(nn.Module):
@@ -29,7 +30,7 @@ class BiasedRingAttention(nn.Module):
         dropout: probability to drop an attention weight in training.
         bias: learn an offset in the query, value and output projections; keys have none, it cancels in the softmax.
         mesh: the CP group, a ``DeviceMesh`` of one dim; ``None`` for one rank.
-        comm: ``"ring"`` or ``"allgather"``, see :func:`megagraph.ring_attention`.
+        comm: ``"ring"``, ``"allgather"`` or ``"halo"``, see :func:`megagraph.ring_attention`.
         impl: see :func:`megagraph.biased_attention`.
 
     Shapes:
@@ -41,7 +42,8 @@ class BiasedRingAttention(nn.Module):
     fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
     and three visiting blocks of gradients (two for P = 2).
     Communication per rank: (P - 1) * 2 * B * R * E elements forward and twice that backward, half of it in fp32.
-    With ``comm="allgather"``, k and v of all N nodes are kept for backward, and not sent again there.
+    With ``comm="allgather"``, k and v of all N nodes are kept for backward, and not sent again there; with
+    ``comm="halo"`` those h of other ranks that the pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; a shape above does not hold;

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import scipy.sparse as sp
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _MOST_PAIRS = (1 << 31) - 1
 
@@ -45,11 +45,44 @@ class Relation:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "num_columns"}
 
     def to(self, device: torch.device | str) -> Relation:
+        if torch.device(device) == self.columns.device:
+            return self  # and keep what is known of it
         return Relation(**{name: x.to(device) for name, x in self.lists.items()}, num_columns=self.num_columns)
 
     def rows(self) -> Tensor:
         """int64 [P], the row of every pair, counted through all relations."""
         return torch.repeat_interleave(torch.arange(len(self.row_starts) - 1), self.row_starts.cpu().diff())
+
+    def take(self, rows: Tensor) -> tuple[Relation, Tensor]:
+        """These rows int64 [M'] of every relation, -1 = an empty one, and which of its pairs they have, int64 [P']."""
+        sequences, num_rows, num_columns = self.shape
+        starts, rows = self.row_starts.cpu(), rows.cpu()
+        listed = (rows.clamp(min=0) + num_rows * torch.arange(sequences)[:, None]).flatten()
+        lengths = (starts[listed + 1] - starts[listed]).masked_fill(rows.repeat(sequences) < 0, 0)
+        ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        pairs = torch.arange(int(ends[-1])) + torch.repeat_interleave(starts[listed] - ends[:-1], lengths)
+        taken = Relation.of_rows(ends, self.columns.cpu()[pairs], num_columns, sequences)
+        return taken.to(self.columns.device), pairs.to(self.columns.device)
+
+    @classmethod
+    def of_rows(cls, row_starts: Tensor, columns: Tensor, num_columns: int, sequences: int) -> Relation:
+        """From its lists by row, on the host and as they should be."""
+        starts, listed = row_starts.numpy(), columns.numpy()
+        num_rows, by_column = (len(starts) - 1) // sequences, []
+        for first in num_rows * np.arange(sequences):
+            own = starts[first : first + num_rows + 1]
+            places, keys = np.arange(own[0], own[-1], dtype=np.int32), listed[own[0] : own[-1]]
+            matrix = sp.csr_array((places, keys, own - own[0]), shape=(num_rows, num_columns)).tocsc()
+            by_column.append((matrix.indptr[1:] + own[0], matrix.indices, matrix.data))
+        key_ends, key_rows, key_pairs = (np.concatenate(parts) for parts in zip(*by_column, strict=True))
+        return cls(
+            row_starts=row_starts,
+            columns=columns,
+            key_starts=torch.from_numpy(np.concatenate([np.zeros(1, np.int64), key_ends])),
+            key_rows=torch.from_numpy(key_rows.astype(np.int32, copy=False)),
+            key_pairs=torch.from_numpy(key_pairs),
+            num_columns=num_columns,
+        )
 
     @classmethod
     def from_csr(cls, name: str, given: Tensor | Sequence[Tensor]) -> tuple[Relation, Tensor]:
@@ -64,10 +97,9 @@ class Relation:
         """
         parts = [given] if isinstance(given, Tensor) else list(given)
         _check_parts(name, parts)
-        counts = np.cumsum([0, *(part._nnz() for part in parts)])
-        _check_count(name, int(counts[-1]))
+        _check_count(name, sum(part._nnz() for part in parts))
         lists = [(part.crow_indices().cpu(), part.col_indices().cpu()) for part in parts]
-        relation = cls._of_lists(name, lists, parts[0].shape[1], counts)
+        relation = cls._checked(name, lists, parts[0].shape[1])
         return relation.to(parts[0].device), torch.cat([part.values() for part in parts])
 
     @classmethod
@@ -76,26 +108,16 @@ class Relation:
     ) -> tuple[Relation, Tensor]:
         """The same of one relation, from its row starts [M + 1], columns [P] and values [P, ...]."""
         _check_count(name, len(columns))
-        return cls._of_lists(name, [(starts, columns)], num_columns, np.array([0, len(columns)])), values
+        return cls._checked(name, [(starts, columns)], num_columns), values
 
     @classmethod
-    def _of_lists(cls, name: str, given: list[tuple[Tensor, Tensor]], num_columns: int, counts: np.ndarray) -> Relation:
-        lists = []
-        for (starts_, columns_), before in zip(given, counts, strict=False):
-            starts, columns = starts_.numpy(), columns_.numpy()
-            _check_lists(name, starts, columns, num_columns)
-            pairs, shape = np.arange(len(columns), dtype=np.int32), (len(starts) - 1, num_columns)
-            by_column = sp.csr_array((pairs, columns.astype(np.int32), starts), shape=shape).tocsc()
-            lists.append((starts, columns, by_column.indptr, by_column.indices, by_column.data + np.int32(before)))
-        of_rows, of_columns, of_keys, key_rows, key_pairs = zip(*lists, strict=True)
-        return cls(
-            row_starts=_joined_starts(of_rows, counts),
-            columns=_joined(of_columns),
-            key_starts=_joined_starts(of_keys, counts),
-            key_rows=_joined(key_rows),
-            key_pairs=_joined(key_pairs),
-            num_columns=num_columns,
-        )
+    def _checked(cls, name: str, given: list[tuple[Tensor, Tensor]], num_columns: int) -> Relation:
+        """From the row starts and columns of each relation."""
+        for starts, columns in given:
+            _check_lists(name, starts.numpy(), columns.numpy(), num_columns)
+        lengths = torch.cat([starts.long().diff() for starts, _ in given])
+        row_starts = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return cls.of_rows(row_starts, torch.cat([columns.int() for _, columns in given]), num_columns, len(given))
 
 
 def is_sparse(given: object) -> bool:
@@ -150,12 +172,3 @@ def _check_lists(name: str, starts: np.ndarray, columns: np.ndarray, num_columns
             f"{name} must have ascending, distinct columns in every row, got {columns[at - 1]} before {columns[at]} in "
             f"row {row}; coalesce it (torch.sparse_coo_tensor(...).coalesce().to_sparse_csr())"
         )
-
-
-def _joined(parts: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([part.astype(np.int32, copy=False) for part in parts]))
-
-
-def _joined_starts(parts: Sequence[np.ndarray], counts: np.ndarray) -> Tensor:
-    ends = [part[1:].astype(np.int64) + before for part, before in zip(parts, counts, strict=False)]
-    return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), *ends]))

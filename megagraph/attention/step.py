@@ -73,13 +73,14 @@ class Step(Arguments):
     dropout_p: float
     dropout_key: Tensor | None  # int32 [B]; None: no dropout
     row_ids: Tensor | None = None  # integer [M], global row of each local row; None: the same
-    first_column: int = 0  # global column of column 0 of the bias and the masks; dropout asks for it
+    first_column: int = 0  # global column of column 0 of a dense bias and the masks; dropout asks for it
     # of a sparse bias, as ``relation.Relation`` has them; data is then [P] or [P, C], a dense learned part [P, H]
     row_starts: Tensor | None = None
     columns: Tensor | None = None
     key_starts: Tensor | None = None
     key_rows: Tensor | None = None
     key_pairs: Tensor | None = None
+    column_ids: Tensor | None = None  # int32 [N], global column of each of these; None: the same
 
     def flat(self) -> tuple[Any, ...]:
         values = vars(self) | {"segments": [number for segment in self.segments for number in segment]}
@@ -155,6 +156,10 @@ class Gradients(Arguments):
     dv: Tensor
     d_learned: Tensor | None  # shaped as the learned part; None: not wanted
     accumulate: bool  # add to dq, dk and dv, in lse's dtype, instead of writing them
+
+    def but(self, **values: Any) -> Gradients:
+        """These with others in place of some."""
+        return Gradients(**(vars(self) | values))
 
 
 @dataclass(frozen=True, kw_only=True)

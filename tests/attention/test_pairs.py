@@ -231,8 +231,6 @@ BAD = {
         lambda: ProjectedBias(with_lists([0, 2, 1], size=(2, 4, 7), values=torch.zeros(3, 7)), TABLE, torch.zeros(1)),
         "leave out pairs",
     ),
-    "rows": (lambda: BucketBias(GOOD, TABLE).rows(slice(1)), "no rows"),
-    "every other row": (lambda: BucketBias(GOOD, TABLE).rows(slice(None, None, 2)), "no rows"),
     "heads": (
         lambda: mg.biased_attention(*(torch.zeros(1, 3, n, 4) for n in (2, 4, 4)), BucketBias(GOOD, TABLE)),
         r"bias must have shape",
@@ -282,6 +280,16 @@ def test_the_lists_are_those_of_the_pairs():
     by_key = sorted(range(len(row)), key=lambda p: (int(sequence[p]), int(column[p]), int(row[p])))
     assert relation.key_pairs.tolist() == by_key
     assert relation.key_rows.tolist() == row[by_key].tolist()
+
+
+@pytest.mark.parametrize("index", [slice(1, 20, 3), slice(0, 0), torch.tensor([22, 3, 3, 0])], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_those_of_the_dense_bias(form, index):
+    dense, given, _ = problem(form, "hub")
+    some = given.bias.rows(index)
+    assert torch.equal(some.materialize(), dense.bias.rows(index).materialize())
+    assert some.relation.shape == (2, len(torch.arange(23)[index]), 31)
+    assert given.bias.rows(slice(0, 23)) is given.bias
 
 
 def bordered(num_super, *, B=1, H=3, regular=21, D=5, dropout_p=0.0, dtype=torch.float64):
@@ -341,11 +349,3 @@ def test_regular_rows_alone():
         data.bias(whole.bias.table).rows(slice(20))
     with pytest.raises(ValueError, match="must be all 25"):
         data.bias(whole.bias.table).rows(slice(None, None, 2))
-
-
-def test_a_ring_says_that_it_takes_no_lists():
-    whole, data = bordered(4)
-    layout = NodeLayout(21, 4, 0, 2)
-    rows = [x[:, :, : layout.num_local] for x in (whole.q, whole.k, whole.v)]
-    with pytest.raises((NotImplementedError, ValueError)):
-        mg.ring_attention(*rows, data.bias(whole.bias.table), layout=layout)

@@ -50,7 +50,6 @@ class Work(NamedTuple):
     scale: float
     keep: float  # 1 / (1 - p)
     threshold: np.uint32  # of dropout
-    first_column: int  # global column of column 0
     segments: np.ndarray  # int64 [., 3]: first key, first column, length
 
 

@@ -61,7 +61,7 @@ _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
     """Rows first..last of the relations, of every sequence that they are of."""
     (q, m_state, l_state, acc, out, lse), (k_t, v_t), lists = borrowed(planes), borrowed(keys), borrowed(lists)
-    (is_first, is_last), (dropout_keys, padding, row_ids), bias = firsts, borrowed(dropout), borrowed(bias)
+    (dropout_keys, padding, row_ids, column_ids), (is_first, is_last), bias = borrowed(dropout), firsts, borrowed(bias)
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
     width, groups, columns = padded(D), -(-H // LANES), lists.columns
     size = LANES * width
@@ -107,7 +107,7 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
                             p = exp(load(s, LANES * j) - pivot)
                             part = part + p
                             if len(dropout_keys):
-                                hashed = pair_hash(row_key, splat(np.uint32(columns[chunk + j] + work.first_column)))
+                                hashed = pair_hash(row_key, splat(np.uint32(column_ids[columns[chunk + j]])))
                                 p = keep_from(p, hashed, splat(work.threshold))
                             store(s, LANES * j, p)
                         l = multiply_add(l, factor, part)
@@ -133,7 +133,8 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
 def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added, d_learned):
     """dq of rows first..last, and what they add to the gradient of the bias: doubles [G, width, 8], or of each pair."""
     (q, d_out, lse, delta, dq), (k_t, v_t), lists = borrowed(planes), borrowed(keys), borrowed(lists)
-    (dropout_keys, padding, row_ids), bias, (d_table, d_pairs) = borrowed(dropout), borrowed(bias), borrowed(d_learned)
+    (dropout_keys, padding, row_ids, column_ids), bias = borrowed(dropout), borrowed(bias)
+    d_table, d_pairs = borrowed(d_learned)
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
     width, groups, columns = padded(D), -(-H // LANES), lists.columns
     size, zero, minus_inf = LANES * width, num(0), num(-np.inf)
@@ -170,7 +171,7 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
                                 x = splat(minus_inf)
                             dp = dot(d_out_t, v_t, places[j], width)
                             if len(dropout_keys):
-                                hashed = pair_hash(row_key, splat(np.uint32(at_column + work.first_column)))
+                                hashed = pair_hash(row_key, splat(np.uint32(column_ids[at_column])))
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                             ds = exp(x - pivot) * (dp - less)
                             store(s, LANES * j, ds)
@@ -200,7 +201,7 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
 def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added):
     """dk and dv of visiting keys first..last."""
     (k, v, dk, dv), (q_t, d_out_t, lse, delta), lists = borrowed(planes), borrowed(rows), borrowed(lists)
-    (dropout_keys, padding, row_ids), bias = borrowed(dropout), borrowed(bias)
+    (dropout_keys, padding, row_ids, column_ids), bias = borrowed(dropout), borrowed(bias)
     M, H, D, num = work.M, work.H, work.D, q_t.dtype.type
     width, groups = padded(D), -(-H // LANES)
     size, zero = LANES * width, num(0)
@@ -238,7 +239,7 @@ def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added)
                             kept = p
                             if len(dropout_keys):
                                 row_key = row_key_of(dropout_keys, b, group, row_ids[row])
-                                hashed = pair_hash(row_key, splat(np.uint32(column + work.first_column)))
+                                hashed = pair_hash(row_key, splat(np.uint32(column_ids[column])))
                                 kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                             store(p_t, LANES * j, kept)
@@ -295,14 +296,18 @@ def _bias(step: Step, compute: torch.dtype) -> PairBias:
     return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, _numbers_in_lanes(table[None], compute))
 
 
-def _dropout(step: Step, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keys uint32 [S] or none, padding bool [S, N] or none, and the global row of each row."""
+def _dropout(step: Step, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Keys uint32 [S] or none, padding bool [S, N] or none, and the global row and column of each, if any are asked."""
     keys = np.empty(0, np.uint32)
     if step.dropout_key is not None:
         keys = step.dropout_key.contiguous().numpy().view(np.uint32)
     padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
     rows = torch.arange(M) if step.row_ids is None else step.row_ids.long()
-    return keys, padding.contiguous().numpy(), rows.numpy()
+    columns = step.column_ids
+    if columns is None:
+        assert step.key_starts is not None
+        columns = torch.arange(len(step.key_starts) if len(keys) else 0, dtype=torch.int32)
+    return keys, padding.contiguous().numpy(), rows.numpy(), columns.numpy()
 
 
 def _work(step: Step, q: Tensor, k: Tensor, number: type) -> Work:
@@ -318,7 +323,6 @@ def _work(step: Step, q: Tensor, k: Tensor, number: type) -> Work:
         scale=number(step.scale),
         keep=number(1.0 / (1.0 - step.dropout_p) if dropped else 1.0),
         threshold=np.uint32(dropout_threshold(step.dropout_p)),
-        first_column=step.first_column,
         segments=np.array(step.segments, np.int64).reshape(-1, 3),
     )
 

@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from megagraph.attention.bias import BucketBias, ProjectedBias
-from megagraph.attention.ring import loopback_attention
+from megagraph.attention.context_parallel import loopback_attention
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.measure.clock import Clock, median

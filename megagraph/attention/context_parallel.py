@@ -1,0 +1,177 @@
+"""Attention with the nodes of a sequence spread over ranks: exact with a learnable bias (GA-CP, paper Sec. 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, overload
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megagraph.attention.bias import Bias, BorderedBias
+from megagraph.attention.bordered import bordered_attention
+from megagraph.attention.checks import check_inputs
+from megagraph.attention.comm import Comm, attend, check_comm
+from megagraph.attention.engines import Impl, choose
+from megagraph.attention.exchange import Loopback, make_exchange
+from megagraph.attention.layout import NodeLayout
+from megagraph.attention.operator import as_bias, attention, make_step
+from megagraph.attention.step import Step
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = ...,
+    *,
+    layout: NodeLayout,
+    mesh: DeviceMesh | None = ...,
+    comm: Comm = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    dropout_key: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    impl: Impl | None = ...,
+) -> Tensor: ...
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = ...,
+    *,
+    layout: NodeLayout,
+    mesh: DeviceMesh | None = ...,
+    comm: Comm = ...,
+    key_padding_mask: Tensor | None = ...,
+    scale: float | None = ...,
+    dropout_p: float = ...,
+    dropout_key: Tensor | None = ...,
+    return_lse: Literal[True],
+    impl: Impl | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = None,
+    *,
+    layout: NodeLayout,
+    mesh: DeviceMesh | None = None,
+    comm: Comm = "ring",
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: Tensor | None = None,
+    return_lse: bool = False,
+    impl: Impl | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`megagraph.biased_attention` with the nodes of a sequence spread over the ranks of a CP group.
+
+    Every rank passes its rows and gets its rows; together they are what one device computes, to rounding, with
+    dropout too. Gradients of super rows and of what all ranks hold (a table, a weight) are shares: their sum over the
+    group is the gradient. Collective: all ranks of ``mesh`` call it, forward and backward, in the same order.
+
+    Args:
+        q: [B, H, M, D], the first M of this rank's S rows; usually M = S.
+        k, v: [B, H, S, D], all its rows in the order of ``layout.local_to_global``.
+        bias: these M rows, all N columns: a bias class of shape [B or 1, H or 1, M, N] or a float tensor.
+        layout: which nodes this rank holds.
+        mesh: the CP group, one dim; ``None`` for one rank.
+        comm: ``"ring"``: k and v travel in P - 1 steps behind which they hide, and no rank ever holds more than three
+            blocks; ``"allgather"``: they are gathered once and kept for backward, which is faster where sequences are
+            short; ``"halo"``, of a sparse bias: just the rows that its pairs name travel, and are kept. Who needs which
+            is found at the first call with its relation. The result is the same, to rounding.
+        key_padding_mask: bool [B, N], all columns.
+        scale, dropout_p, dropout_key, return_lse, impl: as in ``biased_attention``; ``dropout_key`` must be equal on
+            all ranks; ``impl="reference"`` runs on one rank only.
+
+    Returns:
+        out [B, H, M, D], and lse [B, H, M] if asked for; padding rows hold numbers of no meaning.
+
+    Raises:
+        ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
+    """
+    given = as_bias(bias)
+    layout.check_mesh(mesh)
+    check_inputs(q, k, v, given, key_padding_mask, dropout_p, dropout_key, layout)
+    sparse = given is not None and given.relation is not None
+    check_comm(comm, sparse=sparse, alone=mesh is None)
+    engine, short = choose(impl, q, ring=layout.world_size > 1, sparse=sparse)
+    short = short and not isinstance(given, BorderedBias)
+    make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=engine, short=short)
+    exchange = None if mesh is None or layout.world_size == 1 else make_exchange(mesh, q.device)
+    if isinstance(given, BorderedBias) and engine != "reference":
+        out, lse = bordered_attention(comm, exchange, [layout], make, [(q, k, v, given)], key_padding_mask)
+    elif exchange is None:
+        out, lse = attention(make(q, given, key_padding_mask), q, k, v, given)
+    else:
+        step = _with_rows(make(q, given, key_padding_mask), layout, q)
+        relation = None if given is None else given.relation
+        out, lse = attend(comm, exchange, [layout], [(step,)], [relation], [q, k, v, step.learned])
+    return (out, lse) if return_lse else out
+
+
+def _with_rows(step: Step, layout: NodeLayout, q: Tensor) -> Step:
+    """The step with the global rows of q, which dropout needs."""
+    rows = None if step.dropout_key is None else layout.row_ids(q.device)[: q.shape[2]].int()
+    return step.but(row_ids=rows)
+
+
+def loopback_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias | Tensor | None = None,
+    *,
+    num_super: int,
+    world_size: int,
+    cuts: tuple[int, ...] | None = None,
+    comm: Comm = "ring",
+    key_padding_mask: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_key: Tensor | None = None,
+    impl: Impl | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`ring_attention` of ``world_size`` ranks in one process, without communication, for tests and benchmarks.
+
+    Takes and returns whole tensors: q, k, v [B, H, N, D], the last ``num_super`` nodes super nodes, bias
+    [B or 1, H or 1, N, N] -> out [B, H, N, D], lse [B, H, N]. ``cuts`` are those of ``NodeLayout``.
+    """
+    given = as_bias(bias)
+    num_nodes = q.shape[2] - num_super
+    layouts = [NodeLayout(num_nodes, num_super, rank, world_size, cuts) for rank in range(world_size)]
+    whole = NodeLayout(num_nodes, num_super)
+    check_inputs(q, k, v, given, key_padding_mask, dropout_p, dropout_key, whole)
+    sparse = given is not None and given.relation is not None
+    check_comm(comm, sparse=sparse)
+    path = choose(impl, q, ring=True, sparse=sparse)
+    make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=path[0], short=path[1])
+    if isinstance(given, BorderedBias):
+        bordered = [
+            (layout.shard(q, 2), layout.shard(k, 2), layout.shard(v, 2), given.shard(layout)) for layout in layouts
+        ]
+        flat: Sequence[Tensor] = bordered_attention(comm, Loopback(), layouts, make, bordered, key_padding_mask)
+    else:
+        steps, relations, inputs = [], [], []
+        for layout in layouts:
+            q_here, k_here, v_here = _qkv(layout, q, k, v)
+            here = None if given is None else given.rows(layout.local_to_global.clamp(min=0).to(q.device))
+            step = _with_rows(make(q_here, here, key_padding_mask), layout, q_here)
+            steps.append((step,))
+            relations.append(None if here is None else here.relation)
+            inputs += [q_here, k_here, v_here, step.learned]
+        flat = attend(comm, Loopback(), layouts, steps, relations, inputs)
+    last = layouts[0].block_size
+    out, lse = (layouts[0].join(parts, parts[0][:, :, last:], dim=2) for parts in (flat[0::2], flat[1::2]))
+    return out, lse
+
+
+def _qkv(layout: NodeLayout, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return layout.shard(q, 2), layout.shard(k, 2), layout.shard(v, 2)

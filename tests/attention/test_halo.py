@@ -1,0 +1,101 @@
+"""Sparse biases over ranks, all of them in this process: whatever the way, the numbers are those of dense attention."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+
+import megagraph as mg
+from megagraph.attention.comm import Comm
+from megagraph.attention.context_parallel import loopback_attention
+from megagraph.attention.exchange import Loopback
+from megagraph.attention.halo import plan
+from tests.attention.test_pairs import FORMS, assert_equal, bordered, of_pairs, problem
+from tests.problems import expected, of_a_cpu
+
+pytestmark = of_a_cpu
+WAYS = get_args(Comm)
+CUTS = {2: (0, 3, 17), 3: (0, 1, 10, 17), 4: (0, 8, 9, 12, 17)}
+
+
+def attend_by(bias_of=lambda bias: bias, **options):
+    def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
+        given = dict(key_padding_mask=padding, dropout_p=dropout_p, dropout_key=dropout_key)
+        return loopback_attention(q, k, v, bias_of(bias), **given, **options)
+
+    return attend
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("form", "kind"), [*itertools.product(FORMS, ("scattered", "hub", "band", "one"))])
+def test_listed_pairs(form, kind, way):
+    dense, given, pairs = problem(form, kind, M=19, N=19, dropout_p=0.3)
+    options = dict(num_super=2, world_size=3, comm=way, cuts=CUTS[3])
+    assert_equal(expected(given, attend_by(**options)), of_pairs(expected(dense), form, pairs))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 20])
+@pytest.mark.parametrize("num_super", [0, 2])
+def test_ranks_of_any_number_and_length(num_super, world_size, cut, way):
+    dense, given, pairs = problem("bucket", "hub", S=1, B=3, M=17 + num_super, N=17 + num_super, dropout_p=0.2)
+    cuts = CUTS.get(world_size) if cut else None
+    options = dict(num_super=num_super, world_size=world_size, comm=way, cuts=cuts)
+    assert_equal(expected(given, attend_by(**options)), of_pairs(expected(dense), "bucket", pairs))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("world_size", "B", "num_super"), [(1, 1, 4), (2, 1, 1), (3, 2, 4), (4, 1, 17), (25, 1, 4)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_super_nodes_see_and_are_seen_by_all(way, world_size, B, num_super, cut):
+    whole, data = bordered(num_super, B=B, regular=17, dropout_p=0.3)
+    options = dict(num_super=num_super, world_size=world_size, comm=way, cuts=CUTS.get(world_size) if cut else None)
+    assert_equal(expected(whole, attend_by(lambda bias: data.bias(bias.table), **options)), expected(whole))
+
+
+def test_a_halo_has_just_what_pairs_name():
+    """A path of twelve nodes, and one pair of its ends: three ranks of four."""
+    pairs = [(i, j) for i in range(12) for j in (i - 1, i, i + 1) if 0 <= j < 12] + [(0, 11)]
+    index = torch.sparse_coo_tensor(torch.tensor(pairs).t(), torch.zeros(len(pairs), dtype=torch.uint8), (12, 12))
+    bias = mg.BucketBias(index.coalesce().to_sparse_csr(), torch.zeros(2, 1))
+    layouts = [mg.NodeLayout(12, 0, rank, 3) for rank in range(3)]
+    relations = [bias.rows(layout.local_to_global).relation for layout in layouts]
+    halos = plan(Loopback(), layouts, relations)
+    assert [halo.column_ids[4:].tolist() for halo in halos] == [[4, 11], [3, 8], [7]]
+    assert [halo.coming for halo in halos] == [[0, 1, 1], [1, 0, 1], [0, 1, 0]]
+    assert [[rows.tolist() for rows in halo.rows] for halo in halos] == [
+        [[], [3], []],
+        [[0], [], [3]],
+        [[3], [0], []],
+    ]
+    assert plan(Loopback(), layouts, relations) == halos  # made once
+
+
+BAD = {
+    "dense bias": (
+        dict(comm="halo", bias=torch.zeros(6, 6)),
+        "comm must be 'ring' or 'allgather' where all pairs attend, got 'halo'; pass a sparse bias",
+    ),
+    "no bias": (dict(comm="halo", bias=None), "pass a sparse bias"),
+    "no mesh": (dict(comm="halo"), "comm must be 'ring' without a mesh, got 'halo'; pass the mesh"),
+    "no such way": (dict(comm="shards"), "comm must be 'ring', 'allgather' or 'halo', got 'shards'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case):
+    given, message = BAD[case]
+    index = torch.eye(6, dtype=torch.uint8).to_sparse_csr()
+    options = dict(bias=mg.BucketBias(index, torch.zeros(2, 2))) | given
+    with pytest.raises(ValueError, match=message):
+        mg.ring_attention(*torch.zeros(3, 1, 2, 6, 4), layout=mg.NodeLayout(6, 0), **options)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 2, 6, 7), (0, 4, 4, 7), (1, 2, 4, 7), (0, 5, 3, 7)])
+def test_cuts_that_give_some_rank_no_node(cuts):
+    with pytest.raises(ValueError, match=r"cuts must be world_size \+ 1 = 4 ascending numbers from 0 to num_nodes = 7"):
+        mg.NodeLayout(7, 1, 0, 3, cuts if cuts != (0, 2, 6, 7) else (0, 2, 6, 8))
