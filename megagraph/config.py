@@ -159,8 +159,9 @@ class TrainConfig:
     dp: int | None = None
     memory_gib: float | None = None
     """With --plan auto: what a process may use; default all of a GPU, or its part of this machine's memory."""
-    comm: Literal["ring", "allgather"] = "ring"
-    """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps."""
+    comm: Literal["ring", "allgather", "halo"] = "ring"
+    """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps.
+    halo: just those that a rank's pairs name, in full batches."""
     stage_layers: str | None = None
     """Layers of every pipeline stage, as in 3,7,7,7; default as even as can be."""
     stages_per_rank: int = 1
@@ -231,11 +232,13 @@ class TrainConfig:
                 raise ValueError(f"{name} must be above 0, got {value}")
         if self.batching == "full":
             plan = None if self.plan == "auto" else self.parallel_plan()
-            if plan is None or plan.cp * plan.dp * plan.num_microbatches > 1:
+            if plan is None or plan.dp * plan.num_microbatches > 1:
                 raise ValueError(
-                    "plan must have cp = dp = 1 and microbatches 1 for full batches, whose only sequence no ranks "
-                    f"share yet, got {self.plan} and {self.microbatches}"
+                    "plan must have dp = 1 and microbatches 1 for full batches, which are one sequence: its nodes are "
+                    f"spread by cp, its layers by pp; got {self.plan} and {self.microbatches}"
                 )
+        elif self.comm == "halo":
+            raise ValueError("comm must be ring or allgather where all pairs attend, got halo; it is for full batches")
         if self.plan != "auto":
             self.parallel_plan()
         elif self.stage_layers is not None or self.stages_per_rank != 1:

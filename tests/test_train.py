@@ -313,7 +313,7 @@ def graph_file(tmp_path_factory, graph):
             "--plan 2,1,2 --stage-layers 1,1 --microbatches 4 --shard --workers 1",
             dict(embedding="learned", model="graphormer"),
         ),
-        ("--plan 2,1,1 --checkpoint", dict(batching="full", hops=2, propagate=1)),
+        ("--plan 1,2,1 --comm halo", dict(batching="full", hops=2, propagate=1)),
     ],
 )
 def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):

@@ -43,7 +43,7 @@ class BiasedRingAttention(nn.Module):
     and three visiting blocks of gradients (two for P = 2).
     Communication per rank: (P - 1) * 2 * B * R * E elements forward and twice that backward, half of it in fp32.
     With ``comm="allgather"``, k and v of all N nodes are kept for backward, and not sent again there; with
-    ``comm="halo"`` those h of other ranks that the pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
+    ``comm="halo"`` those h of other ranks that pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; a shape above does not hold;

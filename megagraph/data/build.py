@@ -46,6 +46,10 @@ class Builder(ABC):
         degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr)) / members
         self._super_degrees = rounded(degrees)
 
+    def layout(self, num_nodes: int, num_super: int, share: Share) -> NodeLayout:
+        """Of sequences of so many regular and super nodes over the ranks of a share."""
+        return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp)
+
     def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> SuperRows:
         """Features and degrees of the super nodes [b, N_s - G] beside the regular nodes [b, N']."""
         return SuperRows(features=self.coarsening.features, degrees=self._super_degrees, rows=supers)
@@ -57,7 +61,7 @@ class Builder(ABC):
             ValueError: its channels take more than ``structure.MAX_CHANNEL_BYTES``.
         """
         num_super = self.sequence_nodes - self.num_regular
-        layout = NodeLayout(self.num_regular, num_super, share.cp_rank, share.cp)
+        layout = self.layout(self.num_regular, num_super, share)
         num_runs = share.dp * share.num_microbatches
         num_sequences = -(-batch_size * self.samples // num_runs) * share.num_microbatches
         row_bytes = 4 * self.graph.in_features + 5 * 8  # features; degrees, ids, index, labels, targets
@@ -94,7 +98,7 @@ class Builder(ABC):
         regular, supers, labels = regular_of(sequences), supers[sequences], labels[sequences]
         regular[empty] = labels[empty] = -1
         num_super = supers.shape[1] + self.structure.global_tokens
-        layout = NodeLayout(regular.shape[1], num_super, share.cp_rank, share.cp)
+        layout = self.layout(regular.shape[1], num_super, share)
         block = slice(layout.block().start, layout.block().stop)
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,7 @@ Method = Literal["auto", "metis", "propagation"]
 
 _CHUNK_NODES = 1 << 16
 _METIS_EDGES = 1 << 26  # directed ones; METIS takes about 80 bytes each
+_MOST_HALVES = 1024  # nested parts of an order of clusters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,21 +55,45 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
     """
     if not 1 <= num_parts <= graph.num_nodes:
         raise ValueError(f"expected 1 <= num_parts <= {graph.num_nodes} nodes, got {num_parts}")
-    if num_parts == 1:
-        return np.zeros(graph.num_nodes, np.int32)
     if method == "auto":
         method = "metis" if graph.num_edges <= _METIS_EDGES else "propagation"
-    name = f"partition-{method}-{num_parts}-{graph.fingerprint()}.npy"
+
+    def parts() -> np.ndarray:
+        if method == "metis":
+            return metis(num_parts, graph.indptr, graph.indices)
+        from megagraph.data.propagate import propagate  # numba takes a second to import
+
+        return propagate(graph.indptr, graph.indices, num_parts)
+
+    return _kept(graph, num_parts, method, parts)
+
+
+def nested_partition(graph: Graph, num_parts: int, sizes: np.ndarray) -> np.ndarray:
+    """``partition`` into parts that balance ``sizes``, int [V], in an order that cuts few edges wherever it is cut."""
+    if graph.num_edges <= _METIS_EDGES:
+        digest = zlib.crc32(np.ascontiguousarray(sizes).data)
+        kind = f"nested-{digest:08x}"
+        return _kept(graph, num_parts, kind, lambda: metis(num_parts, graph.indptr, graph.indices, sizes, nested=True))
+    parts = partition(graph, num_parts, "propagation")
+    between = _without_diagonal(quotient(graph, parts))
+    weights = np.bincount(parts, weights=sizes).astype(np.int64)
+    halves = metis(
+        min(_MOST_HALVES, len(weights)), between.indptr, between.indices, weights, between.data.astype(np.int64),
+        nested=True,
+    )  # fmt: skip
+    return np.argsort(np.argsort(halves, kind="stable"))[parts].astype(np.int32)
+
+
+def _kept(graph: Graph, num_parts: int, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """The parts that ``make`` makes, from the folder of the graph where they are there."""
+    if num_parts == 1:
+        return np.zeros(graph.num_nodes, np.int32)
+    name = f"partition-{kind}-{num_parts}-{graph.fingerprint()}.npy"
     if isinstance(graph, StoredGraph):
         kept = cache.load(graph.store, name, (graph.num_nodes,), np.dtype("<i4"))
         if kept is not None and _is_partition(kept, num_parts):
             return kept
-    if method == "metis":
-        parts = metis(num_parts, graph.indptr, graph.indices)
-    else:
-        from megagraph.data.propagate import propagate  # numba takes a second to import
-
-        parts = propagate(graph.indptr, graph.indices, num_parts)
+    parts = make()
     if isinstance(graph, StoredGraph):
         with contextlib.suppress(OSError):  # the folder may be read-only
             cache.save(graph.store, name, parts.astype("<i4", copy=False))
@@ -90,14 +117,19 @@ def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np
     size = np.bincount(clusters)
     if len(size) <= num_parts:
         return clusters, edges
-    between = edges.copy()
-    between.setdiag(0)
-    between.eliminate_zeros()
+    between = _without_diagonal(edges)
     parts = metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))
     one_hot = sp.csr_array((np.ones(len(size), np.float32), parts, np.arange(len(size) + 1)))
     merged = sp.csr_array(one_hot.T @ edges @ one_hot)
     merged.sort_indices()
     return parts[clusters], merged
+
+
+def _without_diagonal(edges: sp.csr_array) -> sp.csr_array:
+    between = edges.copy()
+    between.setdiag(0)
+    between.eliminate_zeros()
+    return between
 
 
 def quotient(graph: Graph, parts: np.ndarray) -> sp.csr_array:

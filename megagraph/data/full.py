@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.coarsen import Coarsening
@@ -14,26 +15,60 @@ from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
 
+# what a row costs, in dense pairs, of which it has two with every super node: those of its own, and of theirs
+_PAIR = 3  # one that is listed
+_DENSE = 256  # the projections and the feed-forward layers of d = 128
+
+
+def row_costs(num_pairs: np.ndarray, num_super: int) -> np.ndarray:
+    """Work of nodes that have so many pairs, int64 [V]."""
+    return _PAIR * num_pairs.astype(np.int64) + 2 * num_super + _DENSE
+
 
 class FullBatches(Builder):
     """One sequence: all nodes in the order of their clusters, every super node of the coarsening, global tokens.
 
     A batch is the same each time but for the labels that count, so it is built once. N = V + P + G with P super nodes.
+    Ranks hold whole clusters, as many as make their work equal.
 
     Args:
         order: [V], the node at every regular slot.
+        clusters: [V], of the nodes, which ascend in this order.
     """
 
     structure: PairBuckets
 
     def __init__(
-        self, graph: Graph, coarsening: Coarsening, structure: PairBuckets, options: BatchOptions, order: np.ndarray
+        self,
+        graph: Graph,
+        coarsening: Coarsening,
+        structure: PairBuckets,
+        options: BatchOptions,
+        order: np.ndarray,
+        clusters: np.ndarray,
     ) -> None:
         super().__init__(graph, coarsening, structure)
         self.order = order
         self.num_regular = graph.num_nodes
-        self.sequence_nodes = graph.num_nodes + coarsening.num_parts + options.global_tokens
-        self._built: Batch | None = None
+        num_super = coarsening.num_parts + options.global_tokens
+        self.sequence_nodes = graph.num_nodes + num_super
+        self._ends = np.flatnonzero(np.diff(clusters[order])) + 1
+        self._work = row_costs(structure.relation.row_starts.diff().numpy(), num_super).cumsum()
+        self._built: dict[Share, Batch] = {}
+
+    def layout(self, num_nodes: int, num_super: int, share: Share) -> NodeLayout:
+        cuts = None if share.cp == 1 else self.cuts(share.cp)
+        return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp, cuts)
+
+    def cuts(self, world_size: int) -> tuple[int, ...]:
+        """Where the slots are cut for so many ranks: where a cluster ends, if there are enough of these."""
+        wanted = self._work[-1] * np.arange(1, world_size) / world_size
+        for ends in (self._ends, np.arange(1, self.num_regular)):
+            nearest = np.abs(self._work[ends - 1] - wanted[:, None]).argmin(axis=1) if len(ends) else np.zeros(0, int)
+            cuts = np.array([0, *ends[nearest], self.num_regular])
+            if len(cuts) == world_size + 1 and (np.diff(cuts) > 0).all():
+                return tuple(cuts.tolist())
+        return tuple(self.num_regular * rank // world_size for rank in range(world_size + 1))
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """One batch; whichever ``nodes`` count, all take part."""
@@ -43,8 +78,13 @@ class FullBatches(Builder):
         self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
     ) -> Batch:
         """The batch; labels of nodes outside ``label_mask`` [V] do not count."""
-        if self._built is None:
+        if share not in self._built:
             supers = np.arange(self.coarsening.num_parts)[None]
-            self._built = self._batch(lambda sequences: regular[sequences], supers, self.graph.labels[regular], share)
+            self._built[share] = self._batch(
+                lambda sequences: regular[sequences], supers, self.graph.labels[regular], share
+            )
+        built = self._built[share]
         labels = np.where(label_mask[regular], self.graph.labels[regular], -1)
-        return replace(self._built, labels=torch.from_numpy(labels), num_targets=int((labels >= 0).sum()))
+        block = built.layout.block()
+        here = torch.from_numpy(np.ascontiguousarray(labels[:, block.start : block.stop]))
+        return replace(built, labels=here, num_targets=int((labels >= 0).sum()))

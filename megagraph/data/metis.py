@@ -24,6 +24,8 @@ def metis(
     indices: np.ndarray,
     sizes: np.ndarray | None = None,
     edge_weights: np.ndarray | None = None,
+    *,
+    nested: bool = False,
 ) -> np.ndarray:
     """At most ``num_parts`` parts with few edges between -> int32 [V], none empty.
 
@@ -31,6 +33,7 @@ def metis(
         indptr, indices: CSR of the graph, [V + 1] and [E].
         sizes: of the nodes, int [V], which the parts balance; 1 each by default.
         edge_weights: int [E]; 1 each by default.
+        nested: by bisection of bisections, numbered so that every half, quarter, ... of the parts is one of them.
 
     Raises:
         ChildProcessError: it failed or was killed.
@@ -40,7 +43,7 @@ def metis(
         for array in (indptr, indices, sizes, edge_weights):
             np.save(given, np.empty(0, np.int64) if array is None else array)
         given.seek(0)
-        command = [sys.executable, "-I", __file__, str(os.getpid()), str(num_parts), *sys.path]
+        command = [sys.executable, "-I", __file__, str(os.getpid()), str(num_parts), str(int(nested)), *sys.path]
         with _signals_blocked():  # there, too, from its first thread on: they are for us, who kill it
             process = subprocess.Popen(command, stdin=given, stdout=found, stderr=said)
         try:
@@ -72,7 +75,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _main(parent: int, num_parts: int) -> None:
+def _main(parent: int, num_parts: int, nested: bool) -> None:
     if sys.platform == "linux":
         import ctypes
 
@@ -89,8 +92,14 @@ def _main(parent: int, num_parts: int) -> None:
         sizes, edge_weights = (x if len(x) else None for x in arrays[2:])
         adjacency = pymetis.CSRAdjacency(indptr, indices)
         options = pymetis.Options(seed=0)
+        recursive = True if nested else None  # None: for up to eight parts
         _, parts = pymetis.part_graph(
-            num_parts, adjacency=adjacency, vweights=sizes, eweights=edge_weights, options=options
+            num_parts,
+            adjacency=adjacency,
+            vweights=sizes,
+            eweights=edge_weights,
+            recursive=recursive,
+            options=options,
         )
         if len(parts) != len(indptr) - 1:
             raise RuntimeError(f"expected the parts of {len(indptr) - 1} nodes, got {len(parts)}")
@@ -98,5 +107,5 @@ def _main(parent: int, num_parts: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = sys.argv[3:]
-    _main(int(sys.argv[1]), int(sys.argv[2]))
+    sys.path[:] = sys.argv[4:]
+    _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")

@@ -80,18 +80,20 @@ class PairBuckets:
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
         """Of the data of a batch."""
-        borders = layout.num_super * (layout.num_nodes + layout.num_columns)
-        return self.num_pairs * _LIST_BYTES + borders + 16 * layout.num_nodes
+        block, starts = layout.block(), self.relation.row_starts
+        pairs = int(starts[block.stop] - starts[block.start])
+        borders = layout.num_super * (len(block) + layout.num_local)
+        return pairs * _LIST_BYTES + borders + 8 * (len(block) + layout.num_nodes)
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> BorderedData:
-        """Of the only sequence, regular nodes [1, V] in ``order`` and super nodes [1, s]; the same each time."""
+        """A rank's part of the only sequence, regular nodes [1, V] in ``order`` and super nodes [1, s]."""
         if self._built is None:
             n, s = layout.num_nodes, supers.shape[1]
             rows = np.full((1, layout.num_super, layout.num_columns), self.size - 1, np.uint8)
             rows[:, :s, : n + s] = self._coarse(regular, supers) + np.uint8(self._first_coarse)
             columns = np.ascontiguousarray(rows[:, :, :n].swapaxes(1, 2))
             self._built = BorderedData(self.relation, self.index, torch.from_numpy(columns), torch.from_numpy(rows))
-        return self._built
+        return self._built.shard(layout)
 
     def __str__(self) -> str:
         each = self.num_pairs / len(self.order)

@@ -6,9 +6,9 @@ import numpy as np
 
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
-from megagraph.data.coarsen import Coarsening, coarsen, merge, partition, quotient
+from megagraph.data.coarsen import Coarsening, coarsen, merge, nested_partition, partition, quotient
 from megagraph.data.ego import EgoBatches
-from megagraph.data.full import FullBatches
+from megagraph.data.full import FullBatches, row_costs
 from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
@@ -51,20 +51,25 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
         structure = _structure(graph, coarsening, options)
         pagerank = Pagerank(graph, epsilon=options.epsilon, max_candidates=options.num_candidates)
         return EgoBatches(graph, coarsening, structure, pagerank, options)
-    if cluster_size is None and options.batching == "full":
-        cluster_size = _ORDERED_NODES
     if cluster_size is None:
-        cluster_size = min(_CLUSTER_NODES, max(1, options.sequence_nodes // 8))
+        short = min(_CLUSTER_NODES, max(1, options.sequence_nodes // 8))
+        cluster_size = _ORDERED_NODES if options.batching == "full" else short
     if cluster_size < 1:
         raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
-    clusters = partition(graph, -(-graph.num_nodes // cluster_size))
+    num_clusters = -(-graph.num_nodes // cluster_size)
+    if options.batching == "full":
+        halves = min(1 << (num_clusters - 1).bit_length(), graph.num_nodes)
+        clusters = nested_partition(graph, halves, row_costs(np.diff(graph.indptr) + 1, options.num_super))
+    else:
+        clusters = partition(graph, num_clusters)
     edges = quotient(graph, clusters)
     supers, between = merge(clusters, edges, options.num_super - options.global_tokens)
     coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
     if options.batching == "full":
-        order = np.lexsort((clusters, supers))
+        order = np.argsort(clusters, kind="stable")
         in_lists = _other_nodes(graph)[order] if options.shuffle_structure else order
-        return FullBatches(graph, coarsening, PairBuckets(graph, coarsening, in_lists, options), options, order)
+        pairs = PairBuckets(graph, coarsening, in_lists, options)
+        return FullBatches(graph, coarsening, pairs, options, order, clusters)
     structure = _structure(graph, coarsening, options)
     return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
 

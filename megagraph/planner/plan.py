@@ -21,7 +21,8 @@ class Plan:
     Args:
         pp: ranks of a pipeline [P_pp].
         cp: ranks over which the nodes of a sequence are spread [P_cp].
-        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, or ``"allgather"``.
+        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, ``"allgather"`` or, of
+            listed pairs, ``"halo"``.
         dp: groups of ranks that take different sequences of a batch [P_dp].
         layers: layers of every stage [L_i], in the order of the layers; ``()`` for as even as can be, the first
             stages one less.
@@ -43,7 +44,7 @@ class Plan:
 
     pp: int = 1
     cp: int = 1
-    comm: Literal["ring", "allgather"] = "ring"
+    comm: Literal["ring", "allgather", "halo"] = "ring"
     dp: int = 1
     layers: tuple[int, ...] = ()
     stages_per_rank: int = 1
@@ -59,8 +60,10 @@ class Plan:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > (most := _MOST.get(name, 1 << 20)):
                 raise ValueError(f"{name} must be at most {most}, got {value}")
-        if self.comm not in ("ring", "allgather"):
-            raise ValueError(f"comm must be 'ring' or 'allgather', got {self.comm!r}")
+        if self.comm not in ("ring", "allgather", "halo"):
+            raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")
+        if self.comm == "halo" and self.cp == 1:
+            raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
         if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
             raise ValueError(
                 f"layers must give each of the pp * stages_per_rank = {self.pp} * {self.stages_per_rank} stages "
@@ -108,7 +111,7 @@ class Plan:
             layers = ",".join(map(str, self.layers)) or "even"
             words += [f"layers {layers}", f"{self.num_microbatches} micro-batches", self.schedule]
         words += [name for name in ("checkpoint", "shard") if getattr(self, name)]
-        words += ["allgather"] if self.cp > 1 and self.comm == "allgather" else []
+        words += [self.comm] if self.cp > 1 and self.comm != "ring" else []
         return ", ".join(words)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 import megagraph as mg
 from megagraph.ablation import evaluate
 from megagraph.auto import measure
+from megagraph.data.batch import Share
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.full import row_costs
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.prepare import prepare
 from megagraph.data.sample import Pagerank
@@ -45,6 +48,13 @@ def dense_index(data) -> np.ndarray:
         index[row, columns[own]] = data.index.numpy()[own]
     index[:n, n:], index[n:] = data.super_columns[0].numpy(), data.super_rows[0].numpy()
     return index
+
+
+def dense_rows(data) -> np.ndarray:
+    """Its regular rows, of all columns."""
+    index = np.full((len(data.relation.row_starts) - 1, data.relation.num_columns), 255, np.uint8)
+    index[data.relation.rows(), data.relation.columns.long()] = data.index
+    return np.concatenate([index, data.super_columns[0].numpy()], axis=1)
 
 
 def the_batch(builder):
@@ -214,9 +224,10 @@ def test_patience_ends_a_run(tmp_path, graph):
 
 BAD = {
     "pairs": (dict(max_pairs=700), "at most 700 pairs of nodes"),
-    "dp": (dict(plan="1,1,2"), "cp = dp = 1"),
-    "cp": (dict(plan="1,2,1"), "cp = dp = 1"),
-    "auto": (dict(plan="auto"), "cp = dp = 1"),
+    "dp": (dict(plan="1,1,2"), "plan must have dp = 1"),
+    "auto": (dict(plan="auto"), "plan must have dp = 1"),
+    "halo of ego batches": (dict(batching="ego", plan="1,2,1", comm="halo"), "comm must be ring or allgather where"),
+    "halo alone": (dict(comm="halo"), "comm must be 'ring' for cp = 1"),
     "microbatches": (dict(plan="2,1,1", microbatches=2), "microbatches 1"),
     "projected": (dict(bias="projected"), "bias must be bucket"),
     "buckets": (dict(hops=40), "at most 255 buckets, got"),
@@ -233,6 +244,37 @@ def test_bad_input(case, tmp_path, graph):
     with pytest.raises(ValueError, match=message):
         train(tmp_path, graph, **changes)
     assert not (tmp_path / "run/model.safetensors").exists()
+
+
+def test_ranks_hold_whole_clusters_of_equal_work():
+    graph = synthetic_graph(num_nodes=3000, num_classes=3, in_features=8, homophily=0.9)
+    builder = prepare(graph, options(hops=1, top=4))
+    pairs = builder.structure.relation.row_starts.diff().numpy()
+    for world_size in (2, 3, 8):
+        cuts = builder.cuts(world_size)
+        work = [row_costs(pairs[start:end], 4).sum() for start, end in pairwise(cuts)]
+        assert max(work) <= 1.1 * np.mean(work) and len(work) == world_size
+        assert set(cuts[1:-1]) <= set(builder._ends.tolist())
+    assert builder.cuts(2500)[-1] == 3000 and len(set(builder.cuts(2500))) == 2501  # more ranks than clusters
+
+
+def test_a_rank_holds_its_rows_alone(graph):
+    builder = prepare(graph, options(top=4), cluster_size=16)
+    whole = dense_index(the_batch(builder)[1].structure)
+    (item,) = builder.plan(np.arange(3), 32, None)
+    labels = np.random.default_rng(1).random(240) < 0.5
+    shares = [Share(cp_rank=rank, cp=3) for rank in range(3)]
+    parts = [builder.build(item, labels, np.random.default_rng(0), share) for share in shares]
+    rows, n = np.concatenate([dense_rows(part.structure) for part in parts]), 240
+    np.testing.assert_array_equal(rows, whole[:n])
+    for part in parts:
+        at = part.layout.local_to_global.numpy()
+        np.testing.assert_array_equal(part.structure.super_rows[0], whole[n:][:, at])
+    targets = np.concatenate([part.target_nodes[0] for part in parts])
+    np.testing.assert_array_equal(targets, builder.order)
+    counted = np.concatenate([part.labels[0] for part in parts])
+    np.testing.assert_array_equal(counted, np.where(labels, graph.labels, -1)[builder.order])
+    assert {part.num_targets for part in parts} == {int(labels.sum())}
 
 
 def test_a_gpu_is_refused_before_anything_is_built(monkeypatch):

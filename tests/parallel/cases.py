@@ -85,8 +85,12 @@ SCHEDULES = {
     ),
     "checkpoint-dp": (mg.Plan(cp=2, dp=2, checkpoint=True), "graphormer", "fp64"),
     "gpipe-4": (mg.Plan(pp=4, layers=(1, 2, 1, 1), num_microbatches=4, checkpoint=True), "cluster", "fp32"),
+    "full-halo": (mg.Plan(cp=2, comm="halo"), "full", "fp64"),
+    "full-allgather-3": (mg.Plan(cp=3, comm="allgather"), "full", "fp64"),
+    "full-halo-4": (mg.Plan(cp=4, comm="halo", checkpoint=True, shard=True), "full", "fp64"),
+    "full-ring-pp": (mg.Plan(pp=2, cp=2, comm="ring", layers=(1, 2)), "full", "fp64"),
 }  # fmt: skip
-GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2}
+GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2, "full": 1}
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
 CLIP_NORM = 0.1
@@ -105,7 +109,7 @@ def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM
         model="graphormer" if batching == "graphormer" else "hierarchical",
         embedding="learned" if batching == "learned" else "features",
         bias="bucket" if batching == "learned" else "auto",
-        batching="cluster" if batching == "cluster" else "ego", dtype=dtype, layers=layers, dim=16,
+        batching=batching if batching in ("cluster", "full") else "ego", top=4, dtype=dtype, layers=layers, dim=16,
         ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
         batch_size=4 if batching == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",

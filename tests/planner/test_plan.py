@@ -28,7 +28,8 @@ def test_save_and_load(tmp_path):
 
 BAD_PLANS = {
     "degree": (dict(cp=0), "cp must be an integer of at least 1, got 0"),
-    "comm": (dict(comm="alltoall"), "comm must be 'ring' or 'allgather', got 'alltoall'"),
+    "comm": (dict(comm="alltoall"), "comm must be 'ring', 'allgather' or 'halo', got 'alltoall'"),
+    "halo alone": (dict(cp=1, comm="halo"), "comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'"),
     "stages": (
         dict(layers=(6,)),
         r"layers must give each of the pp \* stages_per_rank = 2 \* 1 stages at least 1 layer, got \(6,\)",
