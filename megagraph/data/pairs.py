@@ -30,6 +30,7 @@ from megagraph.data.sample import Pagerank
 from megagraph.data.structure import CoarseBuckets
 
 _LARGEST = 2  # octaves below 1, from which classes begin
+_CHUNK = 1 << 22  # entries at a time
 _LIST_BYTES = 4 * 4 + 1  # of a pair: column, row, place, and while they are made a key; its bucket
 
 
@@ -60,12 +61,11 @@ class PairBuckets:
         self.size = options.num_full_buckets
         self.order = order
         self._hops_of_buckets = [0, *np.repeat(np.arange(1, hops + 1 + (top > 0)), PAIR_CLASSES).tolist()]
-        rows, columns, buckets = _pairs(graph, hops, top, options.max_pairs)
-        place = np.argsort(order)
-        index = sp.csr_array((buckets, (place[rows], place[columns])), shape=(graph.num_nodes, graph.num_nodes))
-        index.sort_indices()
-        csr = (torch.from_numpy(index.indptr), torch.from_numpy(index.indices), torch.from_numpy(index.data))
-        self.relation, self.index = Relation.from_lists("the pairs of the graph", *csr, graph.num_nodes)
+        found = _pairs(graph, order, hops, top, options.max_pairs)
+        starts, columns, buckets = (torch.from_numpy(x) for x in found)
+        self.relation, self.index = Relation.from_lists(
+            "the pairs of the graph", starts, columns, buckets, graph.num_nodes
+        )
         self._built: BorderedData | None = None
 
     @property
@@ -100,33 +100,46 @@ class PairBuckets:
         return f"{self.num_pairs:,} pairs of nodes attend, {each:.1f} a node, beside the super nodes"
 
 
-def _pairs(graph: Graph, hops: int, top: int, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, columns and buckets uint8 of all pairs, by row and column, each once."""
+def _pairs(
+    graph: Graph, order: np.ndarray, hops: int, top: int, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row starts int64, columns int32 and buckets uint8 of all pairs, each once, in slots."""
+    from megagraph.data import union  # numba takes a second to import
+
     adjacency = normalized_adjacency(graph.adjacency)
-    own = np.arange(graph.num_nodes)
-    found = [(own * graph.num_nodes + own, np.zeros(graph.num_nodes, np.uint8))]
-    power = adjacency
+    found, power = [], adjacency
     for hop in range(1, hops + 1):
         if hop > 1:
             _check_count(_least_products(power, adjacency), most, hop, top)
             power = sp.csr_array(power @ adjacency)
-        found.append(_keys(power, 1 + PAIR_CLASSES * (hop - 1)))
         _check_count(power.nnz, most, hop, top)
+        found.append(_classified(power, 1 + PAIR_CLASSES * (hop - 1)))
+    del power, adjacency
     if top:
-        near = Pagerank(graph, max_candidates=top).push(own)
-        listed = sp.csr_array((near.weights, near.nodes, near.indptr), shape=adjacency.shape)
-        found.append(_keys(listed, 1 + PAIR_CLASSES * hops))
-    keys, first = np.unique(np.concatenate([key for key, _ in found]), return_index=True)
-    _check_count(len(keys), most, hops, top)
-    return keys // graph.num_nodes, keys % graph.num_nodes, np.concatenate([bucket for _, bucket in found])[first]
+        near = Pagerank(graph, max_candidates=top).push(np.arange(graph.num_nodes))
+        listed = sp.csr_array((near.weights, near.nodes, near.indptr), shape=(graph.num_nodes, graph.num_nodes))
+        found.append(_classified(listed, 1 + PAIR_CLASSES * hops))
+    starts = np.stack([starts for starts, _, _ in found])
+    columns = np.concatenate([columns for _, columns, _ in found])
+    buckets = np.concatenate([buckets for _, _, buckets in found])
+    firsts = np.concatenate([[0], starts[:-1, -1].cumsum()])
+    del found
+    row_starts = np.concatenate([[0], union.count_union(order, starts, columns, firsts).cumsum()])
+    _check_count(int(row_starts[-1]), most, hops, top)
+    out = np.empty(row_starts[-1], np.int32), np.empty(row_starts[-1], np.uint8)
+    place = np.argsort(order).astype(np.int32)
+    union.union(order, place, starts, columns, buckets, firsts, row_starts, *out)
+    return row_starts, *out
 
 
-def _keys(matrix: sp.csr_array, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row * V + column of every entry, and its bucket."""
-    rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    octave = np.floor(-np.log2(np.maximum(matrix.data, np.finfo(np.float32).tiny))).astype(np.int64)
-    classes = np.clip(octave - _LARGEST, 0, PAIR_CLASSES - 1)
-    return rows * matrix.shape[1] + matrix.indices, (first + classes).astype(np.uint8)
+def _classified(matrix: sp.csr_array, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row starts int64 and columns int32 of its entries, and their buckets, of which the classes begin at ``first``."""
+    buckets = np.empty(matrix.nnz, np.uint8)
+    for start in range(0, matrix.nnz, _CHUNK):
+        some = matrix.data[start : start + _CHUNK]
+        octave = np.floor(-np.log2(np.maximum(some, np.finfo(np.float32).tiny)))
+        buckets[start : start + _CHUNK] = first + np.clip(octave - _LARGEST, 0, PAIR_CLASSES - 1)
+    return matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32, copy=False), buckets
 
 
 def _least_products(power: sp.csr_array, adjacency: sp.csr_array) -> int:
