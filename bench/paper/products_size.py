@@ -5,11 +5,14 @@
     python -m bench.paper.products_size --folder FOLDER --step metis
     python -m bench.paper.products_size --folder FOLDER --step train
     python -m bench.paper.products_size --folder FOLDER --step first-step
+    python -m bench.paper.products_size --folder FOLDER --step full
 
 ``train`` compares the memory after 20 and after 100 steps. ``first-step`` takes the seconds from the start of
 ``megagraph train`` to the first line of its metrics.jsonl, twice: with what Numba compiled before, and with an empty
 cache of Numba's; the store's cache is as ``train`` left it. Both train on cluster batches of one sequence, with one
 loader worker. CPU seconds are of the whole tree: on a busy machine they bound what the clock would show on an idle one.
+``full`` takes the whole graph as one sequence: clusters, pairs within one hop and their lists, by the store's cache and
+without it, then the first training step of ``megagraph train``, with and without ``--checkpoint``.
 Settings are fixed. Memory is that of the process tree, see bench.processes.
 """
 
@@ -33,20 +36,26 @@ from bench.provenance import write_rows
 NODES, EDGES, FEATURES, CLASSES, SEED = 2_449_029, 61_859_140, 100, 47, 0
 CLUSTERS, SUPER_NODES = 8192, 255
 TRAIN = {"batching": "cluster", "sequence_nodes": 4096, "super_nodes": 256, "batch_size": 1, "workers": 1}
+FULL = {"batching": "full", "hops": 1, "top": 0, "layers": 2, "dim": 64, "ffn_dim": 64, "heads": 8, "super_nodes": 257}
+FULL_LISTS = {"limit_seconds": 900, "limit_bytes": 16 * 2**30}
+FULL_STEP = {"limit_seconds": 600, "limit_bytes": 22 * 2**30}  # of the step; of all that the process has then
 FIRST_STEP_SECONDS = 60  # at most
 EARLY_STEP, LATE_STEP, GROWTH_BYTES = 20, 100, 50_000_000  # of USS in between, at most
 
 Method = Literal["propagation", "metis"]
-Step = Literal["generate", "propagation", "metis", "first-step", "train"]
+Step = Literal["generate", "propagation", "metis", "first-step", "train", "full"]
 
 
 def main(folder: Path, step: Step, child: bool = False) -> None:
     """Run one step in a process of its own and write its rows; ``child`` is that process."""
     if child:
-        assert step in ("propagation", "metis")
-        print(json.dumps(_coarsen(folder, step)))
+        assert step not in ("generate", "first-step", "train")
+        print(json.dumps(_lists(folder) if step == "full" else _coarsen(folder, step)))
         return
-    rows = _train(folder, step) if step in ("first-step", "train") else _build(folder, step)
+    if step == "full":
+        rows = _full(folder)
+    else:
+        rows = _train(folder, step) if step in ("first-step", "train") else _build(folder, step)
     print(json.dumps(rows, indent=1))
     print(write_rows(f"products_size/{step}", rows))
 
@@ -70,20 +79,23 @@ def _build(folder: Path, step: str) -> list[dict[str, Any]]:
 def _train(folder: Path, step: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as empty:
         if step == "train":
-            return [{"step": step, **TRAIN, "growth_limit_bytes": GROWTH_BYTES} | _steps(folder, {}, LATE_STEP)]
+            growth = {"growth_limit_bytes": GROWTH_BYTES}
+            return [{"step": step, **TRAIN, **growth} | _steps(folder, {}, LATE_STEP, TRAIN)]
         cached = sorted(path.name for path in (folder / "cache").glob("*.npy"))
         fixed = {**TRAIN, "cached": cached, "limit_seconds": FIRST_STEP_SECONDS}
         return [
-            {"step": step, "jit": jit, **fixed} | _steps(folder, environment, 1)
+            {"step": step, "jit": jit, **fixed} | _steps(folder, environment, 1, TRAIN)
             for jit, environment in (("warm", {}), ("cold", {"NUMBA_CACHE_DIR": empty}))
         ]
 
 
-def _steps(folder: Path, environment: Mapping[str, str], steps: int) -> dict[str, Any]:
+def _steps(
+    folder: Path, environment: Mapping[str, str], steps: int, settings: Mapping[str, Any], *more: str
+) -> dict[str, Any]:
     """Seconds until so many steps are done, and memory on the way."""
     with tempfile.TemporaryDirectory() as out:
         metrics = Path(out) / "run" / "metrics.jsonl"
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in TRAIN.items()]
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()] + list(more)
         flags += [f"--dataset={folder}", f"--out={metrics.parent}", "--device=cpu"]
         done, found = 0, {}
         with Child("-m", "megagraph", "train", *flags, environment=environment) as child:
@@ -94,6 +106,37 @@ def _steps(folder: Path, environment: Mapping[str, str], steps: int) -> dict[str
                         found |= {f"step_{seen}_seconds": child.seconds, f"step_{seen}_cpu_seconds": child.cpu_seconds}
                         found |= {f"step_{seen}_{name}": size for name, size in child.sample().items()}
         return found | child.peak
+
+
+def _full(folder: Path) -> list[dict[str, Any]]:
+    said, measured = run("-m", "bench.paper.products_size", f"--folder={folder}", "--step=full", "--child")
+    print(said, flush=True)
+    rows = [{"step": "lists", **FULL_LISTS, **measured, **json.loads(said.splitlines()[-1])}]
+    for checkpoint in ((), ("--checkpoint",)):
+        row = {"step": "full", "checkpoint": bool(checkpoint), **FULL, **FULL_STEP}
+        rows.append(row | _steps(folder, {}, 1, FULL, "--epochs=1", *checkpoint))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _lists(folder: Path) -> dict[str, object]:
+    """Everything that is made once for full batches, and what the lists and buckets of a step take."""
+    from megagraph.attention.layout import NodeLayout
+    from megagraph.data.options import BatchOptions
+    from megagraph.data.prepare import prepare
+    from megagraph.data.store import open_store
+
+    for path in (folder / "cache").glob("partition-*"):
+        path.unlink()
+    options = BatchOptions(bias="bucket", **{name: FULL[name] for name in ("batching", "hops", "top", "super_nodes")})
+    started = time.perf_counter()
+    structure = prepare(open_store(folder), options).structure
+    layout = NodeLayout(NODES, options.num_super)
+    return {
+        "prepare_seconds": time.perf_counter() - started,
+        "pairs": structure.num_pairs,
+        "batch_bytes": structure.num_bytes(1, layout),
+    }
 
 
 def _coarsen(folder: Path, step: Method) -> dict[str, object]:
