@@ -193,7 +193,7 @@ DRAWN = (
     ),
     Mutant(
         "dropped",
-        "kernels/tile.py",
+        "kernels/dropout.py",
         "_fold(cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD",
         "_fold(cols.to(tl.uint32) + 0x9E3779B9)) < x.THRESHOLD",
     ),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.tile import (
     REST,
     Keys,
@@ -23,7 +24,6 @@ from megagraph.kernels.tile import (
     add_dot,
     delta_of,
     dot,
-    dropped,
     exp,
     find_keys,
     head_ptr,
@@ -31,7 +31,6 @@ from megagraph.kernels.tile import (
     load_rows,
     loop,
     plane_offsets,
-    row_keys,
     row_products,
     scores,
     segment,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.tile import (
     LN2,
     LOG2E,
@@ -27,13 +28,11 @@ from megagraph.kernels.tile import (
     Strided,
     add_dot,
     dot,
-    dropped,
     head_ptr,
     load_rows,
     log_sum_exp,
     loop,
     online_softmax,
-    row_keys,
     scores,
     segment,
     write_rows,

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.kernels.tile import Strided, dropped, row_keys
+from megagraph.kernels.dropout import dropped, row_keys
+from megagraph.kernels.tile import Strided
 
 
 class Hidden(NamedTuple):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.halves import equal
 from megagraph.kernels.tile import (
     REST,
@@ -25,7 +26,6 @@ from megagraph.kernels.tile import (
     add_dot,
     bucket_tile,
     dot,
-    dropped,
     exp,
     head_ptr,
     heads_ptrs,
@@ -34,7 +34,6 @@ from megagraph.kernels.tile import (
     load_lse,
     loop,
     plane_offsets,
-    row_keys,
     row_offsets,
     segment,
 )

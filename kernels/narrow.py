@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.halves import equal, multiply_add
 from megagraph.kernels.tile import (
     INTERPRET,
@@ -34,14 +35,12 @@ from megagraph.kernels.tile import (
     bucket_tile,
     delta_of,
     dot,
-    dropped,
     find_keys,
     heads_ptrs,
     load_lse,
     loop,
     plane_offsets,
     planes_ptrs,
-    row_keys,
     row_products,
 )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.forward import Running, read_softmax, write_softmax
 from megagraph.kernels.tile import (
     REST,
@@ -19,7 +20,6 @@ from megagraph.kernels.tile import (
     add_dot,
     bucket_tile,
     dot,
-    dropped,
     heads_ptrs,
     hide_of_heads,
     load_heads,
@@ -28,7 +28,6 @@ from megagraph.kernels.tile import (
     online_softmax,
     planes_ptrs,
     project,
-    row_keys,
     segment,
 )
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: operands, loads, scores and dropout of one tile.
+"""What the attention kernels share: operands, loads and scores of one tile.
 
 B batch, H heads, M queries on this rank, Nk keys in the visiting block, N bias columns, D head dim. A tile is
 [BLOCK_M, BLOCK_N] scores of one head. Most tiles lie inside the problem and are loaded without masks; those that
@@ -268,47 +268,6 @@ def find_keys(x, tile, BLOCK_N: tl.constexpr):
         left = tl.where(here, tl.minimum(length - start, BLOCK_N), left).to(tl.int32)
         tile -= tl.cdiv(length, BLOCK_N)
     return key, tl.multiple_of(col, x.COLUMN_ALIGNMENT), left
-
-
-@triton.jit
-def _fold(x):
-    """First step of MurmurHash3's 32-bit finaliser, on uint32: _fold(x ^ y) = _fold(x) ^ _fold(y)."""
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _mix_folded(x):
-    """What follows it."""
-    x *= 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def mix32(x):
-    """MurmurHash3's 32-bit finaliser on uint32."""
-    return _mix_folded(_fold(x))
-
-
-@triton.jit
-def row_keys(x, b, h, rows):
-    """uint32 dropout key of each query row: mix32(mix32(key[b] ^ h) ^ global row)."""
-    global_rows = rows
-    if x.THRESHOLD > 0:
-        if x.row_ids is not None:
-            global_rows = tl.load(x.row_ids + rows)
-        key = tl.load(x.dropout_key + b).to(tl.uint32, bitcast=True)
-        keys = mix32(mix32(key ^ h.to(tl.uint32)) ^ global_rows.to(tl.uint32))
-    else:
-        keys = global_rows.to(tl.uint32)  # never read
-    return keys
-
-
-@triton.jit
-def dropped(x, keys, cols):
-    """True = dropped: mix32(row key ^ column * constant); row keys and columns broadcast to the tile, and are folded
-    before they do."""
-    return _mix_folded(_fold(keys) ^ _fold(cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD
 
 
 @triton.jit

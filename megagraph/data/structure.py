@@ -107,7 +107,7 @@ class AdjacencyPowers:
         """
         num_sequences, m = nodes.shape
         if self.scope == "graph":
-            from megagraph.data import traversal
+            from megagraph.data.power_loops import pair_powers
 
             nodes = np.ascontiguousarray(nodes, np.int64)
             powers = np.zeros((num_sequences, self.num_powers, len(rows), m), np.float32)
@@ -116,7 +116,7 @@ class AdjacencyPowers:
             def run(_: int, first: int, last: int) -> None:
                 near = np.zeros(len(starts) - 1, np.float32)
                 own = nodes[first:last], rows.start, rows.stop
-                traversal.pair_powers(starts, columns, values, *own, near, powers[first:last])
+                pair_powers(starts, columns, values, *own, near, powers[first:last])
 
             in_threads(run, np.full(num_sequences, len(rows) * m), _PAIRS_PER_THREAD)
             return powers
@@ -156,9 +156,9 @@ class AdjacencyPowers:
 def _power_table(
     matrix: sp.csr_array, num_powers: int, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row starts [V + 1, h], columns and values [h, entries] of powers 1..h, as ``traversal.powers`` has them, from the
-    ``counts`` [V] of each row's entries."""
-    from megagraph.data import traversal
+    """Row starts [V + 1, h], columns and values [h, entries] of powers 1..h, as ``power_loops.powers`` has them, from
+    the ``counts`` [V] of each row's entries."""
+    from megagraph.data.power_loops import powers
 
     arrays = csr_arrays(matrix.indptr, matrix.indices)
     starts = np.zeros((len(counts) + 1, num_powers), np.int64)
@@ -167,7 +167,7 @@ def _power_table(
     values = np.empty((num_powers, len(columns)), np.float32)
 
     def run(_: int, first: int, last: int) -> None:
-        traversal.powers(*arrays, matrix.data, first, last, starts, columns, values)
+        powers(*arrays, matrix.data, first, last, starts, columns, values)
 
     in_threads(run, counts, _ENTRIES_PER_THREAD)
     return starts, columns, values

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.data import structure, traversal
+from megagraph.data import power_loops, structure
 from megagraph.data.coarsen import coarsen, normalized_adjacency, partition
 from megagraph.data.datasets import load_graph, synthetic_graph
 from megagraph.data.structure import (
@@ -205,7 +205,7 @@ def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monk
     form, *nodes = long_sequence
     layout = layouts_of(*nodes, 16)[3]
     pairs, sources = [], []
-    look_up, search = traversal.pair_powers, structure.hop_distances
+    look_up, search = power_loops.pair_powers, structure.hop_distances
 
     def counted_look_up(*arguments):
         pairs.append(arguments[-1].shape[2:])
@@ -215,7 +215,7 @@ def test_a_rank_looks_up_and_searches_from_its_own_rows_only(long_sequence, monk
         sources.extend(from_nodes)
         return search(starts, columns, max_distance, from_nodes, out)
 
-    monkeypatch.setattr(traversal, "pair_powers", counted_look_up)
+    monkeypatch.setattr(power_loops, "pair_powers", counted_look_up)
     monkeypatch.setattr(structure, "hop_distances", counted_search)
     form.build(*nodes, layout)
     if isinstance(form, DistanceBuckets):
