@@ -95,6 +95,7 @@ MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS
 MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
 CLIP_NORM = 0.1
 STEPS = 5
+EVALUATED = 17  # nodes: two full batches of the ego loader and a ragged one
 
 
 def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
@@ -196,7 +197,7 @@ def train(
         scores = pipeline.logits(batches[0])
         result["scores"] = None if scores is None else scores.dtype
     if optimizer == "sgd" and dtype == "fp64":
-        nodes = np.arange(builder.graph.num_nodes)
+        nodes = np.arange(builder.graph.num_nodes if batching == "cluster" else EVALUATED)
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
         result["probabilities"] = class_probabilities(pipeline, loader)
         before = {name: x.clone() for name, x in result["parameters"].items()}
