@@ -197,7 +197,7 @@ def train(
         scores = pipeline.logits(batches[0])
         result["scores"] = None if scores is None else scores.dtype
     if optimizer == "sgd" and dtype == "fp64":
-        nodes = np.arange(builder.graph.num_nodes if batching == "cluster" else EVALUATED)
+        nodes = np.arange(EVALUATED if batching not in ("cluster", "full") else builder.graph.num_nodes)
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
         result["probabilities"] = class_probabilities(pipeline, loader)
         before = {name: x.clone() for name, x in result["parameters"].items()}
