@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch_geometric.utils import to_torch_csr_tensor
 
 import megagraph as mg
 from megagraph.attention.bias import BorderedData, BucketBias, DenseBias, ProjectedBias
@@ -187,6 +188,17 @@ def test_a_layer_takes_the_pairs_of_another():
     assert other.shape == given.bias.shape == (2, 3, 23, 31)
     out = mg.biased_attention(given.q, given.k, given.v, other)
     torch.testing.assert_close(out, mg.biased_attention(given.q, given.k, given.v, other, impl="reference"))
+
+
+def test_edges_of_torch_geometric_are_pairs():
+    """``edge_index`` flows from keys to queries; its attributes are data of the pairs."""
+    dense, given, pairs = problem("bucket", "scattered", S=1, M=31)
+    queries, keys = pairs[0].nonzero(as_tuple=True)
+    mixed = torch.randperm(len(queries))
+    edge_index, edge_attr = torch.stack([keys, queries])[:, mixed], dense.bias.index[0][pairs[0]][mixed]
+    index = to_torch_csr_tensor(edge_index.flip(0), edge_attr, size=(31, 31))
+    bias = BucketBias(index, given.bias.table)
+    assert torch.equal(bias.index, given.bias.index) and torch.equal(bias.relation.columns, given.bias.relation.columns)
 
 
 def test_compiled_code_takes_a_bias_that_was_built_before():
