@@ -37,6 +37,7 @@ NODES, EDGES, FEATURES, CLASSES, SEED = 2_449_029, 61_859_140, 100, 47, 0
 CLUSTERS, SUPER_NODES = 8192, 255
 TRAIN = {"batching": "cluster", "sequence_nodes": 4096, "super_nodes": 256, "batch_size": 1, "workers": 1}
 FULL = {"batching": "full", "hops": 1, "top": 0, "layers": 2, "dim": 64, "ffn_dim": 64, "heads": 8, "super_nodes": 257}
+LARGER = {"layers": 4, "dim": 128, "ffn_dim": 128, "gpu_bytes": 141 * 10**9}
 FULL_LISTS = {"limit_seconds": 900, "limit_bytes": 16 * 2**30}
 FULL_STEP = {"limit_seconds": 600, "limit_bytes": 22 * 2**30}  # of the step; of all that the process has then
 FIRST_STEP_SECONDS = 60  # at most
@@ -116,7 +117,18 @@ def _full(folder: Path) -> list[dict[str, Any]]:
         row = {"step": "full", "checkpoint": bool(checkpoint), **FULL, **FULL_STEP}
         rows.append(row | _steps(folder, {}, 1, FULL, "--epochs=1", *checkpoint))
         print(json.dumps(rows[-1]), flush=True)
-    return rows
+    return [*rows, *(_larger(row, rows[0]["batch_bytes"]) for row in rows[1:])]
+
+
+def _larger(row: dict[str, Any], batch_bytes: int) -> dict[str, Any]:
+    """What LARGER layers would take on a GPU, if they hold as many numbers a node and width as those of this process
+    at its peak, what comes and goes among them."""
+    given = batch_bytes + 4 * NODES * FEATURES
+    number = 4 * NODES * FULL["layers"] * FULL["dim"]
+    held = (row["peak_uss_bytes"] - given) / number
+    of_gpu = given + held * number * LARGER["layers"] * LARGER["dim"] // (FULL["layers"] * FULL["dim"])
+    extrapolated = {"numbers_per_node_layer_and_width": held, "extrapolated_bytes": of_gpu}
+    return {"step": "extrapolated", "checkpoint": row["checkpoint"], **LARGER, **extrapolated}
 
 
 def _lists(folder: Path) -> dict[str, object]:

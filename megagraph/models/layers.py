@@ -92,12 +92,15 @@ class GraphTransformerLayer(nn.Module):
         learned = self.bias_weight if self.bias_unit is None else self.bias_weight / self.bias_unit
         bias: Bias
         if isinstance(context.structure, BorderedData):
-            bias = context.structure.bias(learned).rows(rows)
+            bias = context.structure.bias(learned)
         elif self.bias_form == "bucket":
-            bias = BucketBias(context.structure[:, rows], learned)
+            bias = BucketBias(context.structure, learned)
         else:
-            bias = ProjectedBias(context.structure[:, :, rows], learned)
-        key_at = [None if key is None else mix_key(key, self.index, site) for site in range(3)]
+            bias = ProjectedBias(context.structure, learned)
+        if num_queries is not None:  # else all layers have one tensor, whose values are checked once
+            bias = bias.rows(rows)
+        of_layer = None if key is None else mix_key(key, self.index)
+        key_at = [None if of_layer is None else mix_key(of_layer, site) for site in range(3)]
         h = self.attention(
             self.attention_norm(x),
             bias,
