@@ -119,8 +119,15 @@ class Mutant:
 
 
 AUDITED = (
-    Mutant("one dropout mask for all layers", "megagraph/models/layers.py", "self.index, site)", "0, site)"),
-    Mutant("one mask for all sites of a layer", "megagraph/models/layers.py", "self.index, site)", "self.index, 0)"),
+    Mutant(
+        "one dropout mask for all layers", "megagraph/models/layers.py", "mix_key(key, self.index)", "mix_key(key, 0)"
+    ),
+    Mutant(
+        "one mask for all sites of a layer",
+        "megagraph/models/layers.py",
+        "mix_key(of_layer, site)",
+        "mix_key(of_layer, 0)",
+    ),
     Mutant(
         "dropout keys without the step",
         "megagraph/epochs.py",

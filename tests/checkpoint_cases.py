@@ -107,7 +107,7 @@ def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> di
 
 def same_plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run of four replicas, and one that is stopped twice and goes on: more than two summands have an order."""
-    plan = dict(plan="1,2,2")
+    plan = dict(plan="1,2,2", epochs=2)
     mg.Trainer(config(folder / "whole", **plan)).fit(graph())
     stopped = chain(folder, "features", (plan, plan, plan))
     return outcome(folder / "whole"), stopped

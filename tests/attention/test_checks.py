@@ -18,7 +18,7 @@ def zeros(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
-LISTS = ("row_starts", "columns", "key_starts", "key_rows", "key_pairs")
+LISTS = ("row_starts", "columns", "key_starts", "key_rows", "key_pairs", "column_ids")
 
 
 def valid(name: str) -> dict:

@@ -10,7 +10,17 @@ import torch
 
 import megagraph as mg
 from tests import ranks
-from tests.parallel.cases import BATCHINGS, CASES, CLIP_NORM, MIXED_PRECISION, NUM_LAYERS, SCHEDULES, case_name, train
+from tests.parallel.cases import (
+    BATCHINGS,
+    CASES,
+    CLIP_NORM,
+    MIXED_PRECISION,
+    NUM_LAYERS,
+    SCHEDULES,
+    case_name,
+    optimizers,
+    train,
+)
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-9}
 
@@ -50,7 +60,7 @@ def assert_trained_alike(results, want, dtype, optimizer):
 @pytest.mark.parametrize(("layout", "batching", "dtype", "shard"), CASES, ids=[case_name(*case) for case in CASES])
 def test_layout_equals_one_process(layout, batching, dtype, shard):
     results = ranks.results(int(np.prod(layout)))
-    for optimizer in ("adamw", "sgd"):
+    for optimizer in optimizers(dtype):
         name = case_name(layout, batching, dtype, shard, optimizer)
         want = one_process(batching, dtype, optimizer)
         assert_trained_alike([result[name] for result in results], want, dtype, optimizer)
