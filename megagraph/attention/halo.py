@@ -42,7 +42,7 @@ class Halo:
     column_ids: Tensor
     coming: list[int]
     rows: list[Tensor]
-    _ordered: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # data of a bias
+    _ordered: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # of data: (version, data)
 
     @property
     def going(self) -> list[int]:
@@ -59,9 +59,11 @@ class Halo:
         """A step in the rank's own columns; a dense learned part is left as it is."""
         data, padding = step.data, step.key_padding_mask
         if data is not None:
-            if data not in self._ordered:
-                self._ordered[data] = data[self.pairs]
-            data = self._ordered[data]
+            version, ordered = self._ordered.get(data, (-1, data))
+            if version != data._version:
+                ordered = data[self.pairs]
+                self._ordered[data] = (data._version, ordered)
+            data = ordered
         if padding is not None:
             padding = padding[:, self.column_ids.long().clamp(max=padding.shape[1] - 1)]
         return step.but(data=data, key_padding_mask=padding, column_ids=self.column_ids, **self.relation.lists)

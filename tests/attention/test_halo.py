@@ -13,6 +13,7 @@ from megagraph.attention.comm import Comm
 from megagraph.attention.context_parallel import loopback_attention
 from megagraph.attention.exchange import Loopback
 from megagraph.attention.halo import plan
+from megagraph.attention.operator import make_step
 from tests.attention.test_pairs import FORMS, assert_equal, bordered, of_pairs, problem
 from tests.problems import expected, of_a_cpu
 
@@ -73,6 +74,18 @@ def test_a_halo_has_just_what_pairs_name():
         [[3], [0], []],
     ]
     assert plan(Loopback(), layouts, relations) == halos  # made once
+
+
+def test_data_are_put_in_order_once_and_anew_after_a_change():
+    _, given, _ = problem("bucket", "hub", S=1, B=1, M=17, N=17)
+    layouts = [mg.NodeLayout(17, 0, rank, 2) for rank in range(2)]
+    parts = [given.bias.rows(layout.local_to_global) for layout in layouts]
+    halo = plan(Loopback(), layouts, [part.relation for part in parts])[0]
+    step = make_step(given.q[:, :, :9], parts[0], None, None, 0.0, None, "blocked", False)
+    ordered = halo.step(step).data
+    assert torch.equal(ordered, step.data[halo.pairs]) and halo.step(step).data is ordered
+    step.data.bitwise_xor_(1)
+    assert torch.equal(halo.step(step).data, step.data[halo.pairs]) and not torch.equal(ordered, halo.step(step).data)
 
 
 BAD = {
