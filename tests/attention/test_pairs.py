@@ -304,6 +304,14 @@ def test_rows_are_those_of_the_dense_bias(form, index):
     assert given.bias.rows(slice(0, 23)) is given.bias
 
 
+def test_a_row_that_is_none_is_empty():
+    _, given, pairs = problem("bucket", "hub")
+    taken, of_pairs = given.bias.relation.take(torch.tensor([11, -1, 0]))
+    lengths = pairs.sum(dim=2)
+    assert taken.row_starts.diff().view(2, 3).tolist() == [[int(n[11]), 0, int(n[0])] for n in lengths]
+    assert len(of_pairs) == len(taken.columns) and taken.shape == (2, 3, 31)
+
+
 def bordered(num_super, *, B=1, H=3, regular=21, D=5, dropout_p=0.0, dtype=torch.float64):
     """The problem with a dense bias, and with one of listed pairs and super nodes; some keys are padding."""
     N = regular + num_super
