@@ -28,24 +28,16 @@ import tyro
 from torch.multiprocessing import start_processes
 
 from bench.provenance import write_rows
+from bench.sparse_attention import SETS, graph_of
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Share
-from megagraph.data.datasets import load_graph
 from megagraph.data.full import FullBatches, row_costs
-from megagraph.data.graph import Graph
 from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader, make_model
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner.plan import Plan
 
-SETS = {
-    "wordnet30": "wordnet30/raw/wordnet30.npz",
-    "debian12": "debian12/raw/debian12.npz",
-    "computers": "computers",
-    "pubmed": "pubmed",
-    "tolokers": "tolokers",
-}
 RANKS, WAYS, ROUNDS = (2, 4, 8), ("halo", "allgather", "ring"), 7
 CONFIG = TrainConfig(
     batching="full",
@@ -64,21 +56,17 @@ CONFIG = TrainConfig(
 )
 
 
-def graph_of(name: str, root: Path) -> Graph:
-    dataset = SETS.get(name, name)
-    return load_graph(str(root / dataset) if dataset.endswith(".npz") else dataset, root)
-
-
 def counts(name: str, root: Path) -> dict[str, Any]:
     """Rows received and work of every rank, for each number of ranks."""
     builder = batches(CONFIG, graph_of(name, root))
     assert isinstance(builder, FullBatches)
     relation, N = builder.structure.relation, builder.graph.num_nodes
     starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
-    work = row_costs(np.diff(starts), CONFIG.super_nodes or 0)
+    num_super = builder.sequence_nodes - N
+    work = row_costs(np.diff(starts), num_super)
     row: dict[str, Any] = {"set": Path(name).name, "nodes": N, "pairs": len(columns), "unit": "rows received over N"}
     for world_size in RANKS:
-        layouts = [builder.layout(N, 257, Share(cp=world_size, cp_rank=rank)) for rank in range(world_size)]
+        layouts = [builder.layout(N, num_super, Share(cp=world_size, cp_rank=rank)) for rank in range(world_size)]
         blocks = [layout.block() for layout in layouts]
         named = [np.unique(columns[starts[block.start] : starts[block.stop]]) for block in blocks]
         away = [int(((x < block.start) | (x >= block.stop)).sum()) for x, block in zip(named, blocks, strict=True)]
@@ -141,7 +129,7 @@ def timed(name: str, root: Path, world_size: int) -> dict[str, Any]:
     return row
 
 
-def main(root: Path, sets: tuple[str, ...] = tuple(SETS), seconds: tuple[int, ...] = ()) -> None:
+def main(root: Path, sets: tuple[str, ...] = (*SETS, "tolokers"), seconds: tuple[int, ...] = ()) -> None:
     """Print the rows and write them.
 
     Args:

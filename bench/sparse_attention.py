@@ -38,6 +38,7 @@ import megagraph as mg
 from bench.provenance import write_rows
 from megagraph.data.coarsen import partition
 from megagraph.data.datasets import load_graph
+from megagraph.data.graph import Graph
 
 SEED, HEADS, DIM, BUCKETS, CLUSTER, WARMUP_ROUNDS, ROUNDS = 0, 8, 128, 32, 64, 2, 7
 HEAD_DIM = DIM // HEADS
@@ -52,10 +53,15 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v [V, d], table [H, R]
 Attend = Callable[[Inputs], Tensor]
 
 
+def graph_of(name: str, root: Path) -> Graph:
+    """Of a set here, or of another name or path that ``load_graph`` knows."""
+    dataset = SETS.get(name, name)
+    return load_graph(str(root / dataset) if dataset.endswith(".npz") else dataset, root)
+
+
 def edges_of(name: str, root: Path) -> tuple[Tensor, int]:
     """Query and key of every pair, int64 [2, E], by query and key; and the number of nodes."""
-    dataset = SETS[name]
-    graph = load_graph(str(root / dataset) if dataset.endswith(".npz") else dataset, root)
+    graph = graph_of(name, root)
     order = np.argsort(partition(graph, graph.num_nodes // CLUSTER), kind="stable")
     place = np.argsort(order)
     edges = graph.adjacency.tocoo()

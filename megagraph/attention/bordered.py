@@ -45,9 +45,6 @@ def bordered_attention(
         regular, num_nodes = q[:, :, : layout.block_size], layout.num_nodes
         border = make(regular, bias.super_columns, _columns(key_padding_mask, num_nodes, layout.num_columns))
         pairs = make(regular, bias.pairs, _columns(key_padding_mask, 0, num_nodes))
-        if layout.world_size > 1 and pairs.dropout_key is not None:
-            rows = layout.row_ids(q.device)[: layout.block_size].int()
-            border, pairs = border.but(row_ids=rows), pairs.but(row_ids=rows)
         steps.append((border.but(first_column=num_nodes), pairs))
         flat += [regular, k, v, bias.learned]
     results = attend(comm, exchange, layouts, steps, [bias.relation for *_, bias in inputs], flat)

@@ -50,12 +50,15 @@ def attend(
 
     Args:
         exchange: ``None`` where one rank has all keys.
-        steps: of each rank, without segments: maybe one against the super nodes alone, then one against all other keys.
+        steps: of each rank, without segments and rows: maybe one against the super nodes alone, then one against all
+            other keys.
         relations: of the last step's pairs, where it has lists.
         inputs: q, k, v and the learned part of the bias, or None, of each rank.
     """
     if exchange is None:
         return RankAttention.apply(Home(), layouts, _placed(layouts, steps), *inputs)
+    of_ranks = zip(steps, layouts, inputs[0::4], strict=True)
+    steps = [_with_rows(of_rank, layout, q) for of_rank, layout, q in of_ranks]
     if comm == "ring":
         return RankAttention.apply(Ring(exchange), layouts, _placed(layouts, steps), *inputs)
     if comm == "halo":
@@ -73,6 +76,14 @@ def attend(
         with record_function("ring step"):
             results += attention(step, rows, keys, values, None)
     return results
+
+
+def _with_rows(steps: tuple[Step, ...], layout: NodeLayout, q: Tensor) -> tuple[Step, ...]:
+    """The steps with the global rows of q, which dropout needs."""
+    if steps[-1].dropout_key is None:
+        return steps
+    rows = layout.row_ids(q.device)[: q.shape[2]].int()
+    return tuple(step.but(row_ids=rows) for step in steps)
 
 
 def _placed(layouts: list[NodeLayout], steps: Sequence[tuple[Step, ...]]) -> list[tuple[Step, ...]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +14,7 @@ from megagraph.attention.bordered import bordered_attention
 from megagraph.attention.checks import check_inputs
 from megagraph.attention.comm import Comm, attend, check_comm
 from megagraph.attention.engines import Impl, choose
-from megagraph.attention.exchange import Loopback, make_exchange
+from megagraph.attention.exchange import Exchange, Loopback, make_exchange
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import as_bias, attention, make_step
 from megagraph.attention.step import Step
@@ -106,21 +106,28 @@ def ring_attention(
     short = short and not isinstance(given, BorderedBias)
     make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=engine, short=short)
     exchange = None if mesh is None or layout.world_size == 1 else make_exchange(mesh, q.device)
-    if isinstance(given, BorderedBias) and engine != "reference":
-        out, lse = bordered_attention(comm, exchange, [layout], make, [(q, k, v, given)], key_padding_mask)
-    elif exchange is None:
+    if exchange is None and (engine == "reference" or not isinstance(given, BorderedBias)):
         out, lse = attention(make(q, given, key_padding_mask), q, k, v, given)
     else:
-        step = _with_rows(make(q, given, key_padding_mask), layout, q)
-        relation = None if given is None else given.relation
-        out, lse = attend(comm, exchange, [layout], [(step,)], [relation], [q, k, v, step.learned])
+        out, lse = _attend(comm, exchange, [layout], make, [(q, k, v, given)], key_padding_mask)
     return (out, lse) if return_lse else out
 
 
-def _with_rows(step: Step, layout: NodeLayout, q: Tensor) -> Step:
-    """The step with the global rows of q, which dropout needs."""
-    rows = None if step.dropout_key is None else layout.row_ids(q.device)[: q.shape[2]].int()
-    return step.but(row_ids=rows)
+def _attend(
+    comm: Comm,
+    exchange: Exchange | None,
+    layouts: list[NodeLayout],
+    make: Callable[..., Step],
+    inputs: list[tuple[Tensor, Tensor, Tensor, Any]],
+    key_padding_mask: Tensor | None,
+) -> Sequence[Tensor]:
+    """out and lse of every rank that is here, from its q, k, v and bias."""
+    if isinstance(inputs[0][3], BorderedBias):
+        return bordered_attention(comm, exchange, layouts, make, inputs, key_padding_mask)
+    steps: list[tuple[Step, ...]] = [(make(q, bias, key_padding_mask),) for q, _, _, bias in inputs]
+    relations = [None if bias is None else bias.relation for *_, bias in inputs]
+    flat = [x for (q, k, v, _), (step,) in zip(inputs, steps, strict=True) for x in (q, k, v, step.learned)]
+    return attend(comm, exchange, layouts, steps, relations, flat)
 
 
 def loopback_attention(
@@ -153,25 +160,15 @@ def loopback_attention(
     check_comm(comm, sparse=sparse)
     path = choose(impl, q, ring=True, sparse=sparse)
     make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=path[0], short=path[1])
-    if isinstance(given, BorderedBias):
-        bordered = [
-            (layout.shard(q, 2), layout.shard(k, 2), layout.shard(v, 2), given.shard(layout)) for layout in layouts
-        ]
-        flat: Sequence[Tensor] = bordered_attention(comm, Loopback(), layouts, make, bordered, key_padding_mask)
-    else:
-        steps, relations, inputs = [], [], []
-        for layout in layouts:
-            q_here, k_here, v_here = _qkv(layout, q, k, v)
-            here = None if given is None else given.rows(layout.local_to_global.clamp(min=0).to(q.device))
-            step = _with_rows(make(q_here, here, key_padding_mask), layout, q_here)
-            steps.append((step,))
-            relations.append(None if here is None else here.relation)
-            inputs += [q_here, k_here, v_here, step.learned]
-        flat = attend(comm, Loopback(), layouts, steps, relations, inputs)
+    inputs = [(layout.shard(q, 2), layout.shard(k, 2), layout.shard(v, 2), _shard(given, layout)) for layout in layouts]
+    flat = _attend(comm, Loopback(), layouts, make, inputs, key_padding_mask)
     last = layouts[0].block_size
     out, lse = (layouts[0].join(parts, parts[0][:, :, last:], dim=2) for parts in (flat[0::2], flat[1::2]))
     return out, lse
 
 
-def _qkv(layout: NodeLayout, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return layout.shard(q, 2), layout.shard(k, 2), layout.shard(v, 2)
+def _shard(bias: Bias | None, layout: NodeLayout) -> Bias | None:
+    """Of the rows of one rank."""
+    if bias is None or isinstance(bias, BorderedBias):
+        return None if bias is None else bias.shard(layout)
+    return bias.rows(layout.local_to_global.clamp(min=0).to(bias.learned.device))

@@ -75,12 +75,8 @@ def nested_partition(graph: Graph, num_parts: int, sizes: np.ndarray) -> np.ndar
         kind = f"nested-{digest:08x}"
         return _kept(graph, num_parts, kind, lambda: metis(num_parts, graph.indptr, graph.indices, sizes, nested=True))
     parts = partition(graph, num_parts, "propagation")
-    between = _without_diagonal(quotient(graph, parts))
     weights = np.bincount(parts, weights=sizes).astype(np.int64)
-    halves = metis(
-        min(_MOST_HALVES, len(weights)), between.indptr, between.indices, weights, between.data.astype(np.int64),
-        nested=True,
-    )  # fmt: skip
+    halves = _metis_of_parts(min(_MOST_HALVES, len(weights)), quotient(graph, parts), weights, nested=True)
     return np.argsort(np.argsort(halves, kind="stable"))[parts].astype(np.int32)
 
 
@@ -117,19 +113,20 @@ def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np
     size = np.bincount(clusters)
     if len(size) <= num_parts:
         return clusters, edges
-    between = _without_diagonal(edges)
-    parts = metis(num_parts, between.indptr, between.indices, size, between.data.astype(np.int64))
+    parts = _metis_of_parts(num_parts, edges, size)
     one_hot = sp.csr_array((np.ones(len(size), np.float32), parts, np.arange(len(size) + 1)))
     merged = sp.csr_array(one_hot.T @ edges @ one_hot)
     merged.sort_indices()
     return parts[clusters], merged
 
 
-def _without_diagonal(edges: sp.csr_array) -> sp.csr_array:
+def _metis_of_parts(num_parts: int, edges: sp.csr_array, sizes: np.ndarray, *, nested: bool = False) -> np.ndarray:
+    """Parts of parts, by the edges between these, their ``quotient``."""
     between = edges.copy()
     between.setdiag(0)
     between.eliminate_zeros()
-    return between
+    weights = between.data.astype(np.int64)
+    return metis(num_parts, between.indptr, between.indices, sizes, weights, nested=nested)
 
 
 def quotient(graph: Graph, parts: np.ndarray) -> sp.csr_array:

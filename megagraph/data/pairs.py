@@ -31,7 +31,7 @@ from megagraph.data.structure import CoarseBuckets
 
 _LARGEST = 2  # octaves below 1, from which classes begin
 _CHUNK = 1 << 22  # entries at a time
-_LIST_BYTES = 4 * 4 + 1  # of a pair: column, row, place, and while they are made a key; its bucket
+_LIST_BYTES = 4 * 4 + 1  # of a pair: its column, before pairs are joined and after, row and place; its bucket
 
 
 class PairBuckets:
