@@ -41,6 +41,7 @@ CHECKED = ("sm_80", "sm_90", "sm_100")
 LEAST_WARPS = 8  # of a multiprocessor, which hides latency by switching between them
 BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
 B, H = 2, 8
+PAIRS_OF_A_ROW = 32
 REST_COLUMNS = 17  # of the second segment: super nodes, whose number is odd
 
 
@@ -76,10 +77,11 @@ class _StubDriver:
 def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     """A launch of the variant's kernel on uninitialised tensors of the benchmarks' kind."""
     from megagraph.kernels import biased_attention as kernels
+    from megagraph.kernels import listed_attention as listed_kernels
     from megagraph.kernels.hidden_dropout import launch_hidden_dropout
 
     dtype, form = getattr(torch, variant.dtype), variant.form
-    short = variant.path == "short"
+    short, listed = variant.path == "short", variant.path == "listed"
     D = min(variant.head_dim, 16) if short else variant.head_dim  # wider heads take the long path
     N = 32 if short else N
     if variant.kernel == "hidden_dropout":
@@ -103,7 +105,19 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
             torch.empty(B, N, columns, dtype=torch.bool) if variant.padding else None,
         ),
     }[form]
+    lists: dict[str, torch.Tensor] = {}
+    if listed:
+        pairs = N * PAIRS_OF_A_ROW
+        data = {
+            "bucket": torch.empty(pairs, dtype=torch.uint8),
+            "projected": torch.empty(pairs, NUM_CHANNELS, dtype=dtype),
+        }.get(form)
+        learned, mask = torch.empty(pairs, H, dtype=dtype) if form == "dense" else learned, None
+        lists = {name: torch.empty(N + 1, dtype=torch.int64) for name in ("row_starts", "key_starts")}
+        lists |= {name: torch.empty(pairs, dtype=torch.int32) for name in ("columns", "key_rows", "key_pairs")}
+        columns = N
     regular = columns - (0 if short else 32 if variant.aligned else REST_COLUMNS)
+    segments = [(0, 0, regular), (regular, regular, columns - regular)]
     step = Step(
         engine="triton",
         short=short,
@@ -112,28 +126,32 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
         learned=learned,
         bias_mask=mask,
         key_padding_mask=torch.empty(B, columns, dtype=torch.bool) if variant.padding else None,
-        segments=[(0, 0, regular), (regular, regular, columns - regular)][: 1 if short else 2],
+        segments=[(0, 0, columns)] if listed else segments[: 1 if short else 2],
         scale=D**-0.5,
         dropout_p=0.1 if variant.dropout else 0.0,
         dropout_key=torch.empty(B, dtype=torch.int32) if variant.dropout else None,
         row_ids=torch.empty(N, dtype=torch.int32) if variant.dropout else None,
+        **lists,
     )
     m, l, lse, delta = (torch.empty(B, H, N) for _ in range(4))
     step_name = "only" if short else variant.step
     if variant.kernel == "fwd":
         state = State(first=False, last=False, m=m, l=l, acc=torch.empty(B, H, N, D), out=rows(), lse=lse)
         state = state.at(first=step_name in ("only", "first"), last=step_name in ("only", "last"))
-        return partial(kernels.launch_step_fwd, rows(), rows(), rows(), step, state)
+        launch = listed_kernels.launch_pairs_fwd if listed else kernels.launch_step_fwd
+        return partial(launch, rows(), rows(), rows(), step, state)
     d_learned = None
     if learned is not None and variant.learned_grad:
-        d_learned = torch.empty(learned.shape, dtype=dtype if form == "dense" and planes == (B, H) else torch.float32)
+        own = form == "dense" and not listed and planes == (B, H)
+        d_learned = torch.empty(learned.shape, dtype=dtype if own else torch.float32)
     accumulate = step_name != "only"
     dq, dk, dv = (rows(torch.float32 if accumulate else dtype) for _ in range(3))
     gradients = Gradients(
         d_out=rows(), lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=accumulate
     )
     of = None if accumulate else DeltaOf(out=rows(), d_lse=None)  # a ring makes delta once for all its steps
-    return partial(kernels.launch_step_bwd, rows(), rows(), rows(), step, gradients, of)
+    launch_bwd = listed_kernels.launch_pairs_bwd if listed else kernels.launch_step_bwd
+    return partial(launch_bwd, rows(), rows(), rows(), step, gradients, of)
 
 
 @contextmanager

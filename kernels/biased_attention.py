@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,58 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.kernels import backward, forward, halves, narrow_forward, tiles
+from megagraph.kernels import backward, forward, narrow_forward, tiles
 from megagraph.kernels import narrow as narrow_kernels
 from megagraph.kernels.forward import Softmax
 from megagraph.kernels.launch import Recorder, planned
 from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.narrow import Narrow
-from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Saved, Strided
+from megagraph.kernels.operands import operands_of, padded_table, row_delta, saved_of, strided
+from megagraph.kernels.tile import TABLE_SIZE, Operands, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
 
 PARTS_BYTES = 1 << 28  # of partial sums of dq at a time, at most, where one key tile takes less
-
-
-@functools.lru_cache(maxsize=256)
-def _segment_table(segments: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    return torch.tensor(segments, dtype=torch.int32, device=device).reshape(len(segments), 3)
-
-
-@functools.lru_cache(maxsize=16)
-def _codes(code: int, device: torch.device) -> Tensor:
-    return torch.arange(TABLE_SIZE.value, dtype=torch.int16, device=device) | code
-
-
-def _strided(x, *batch):
-    """A kernel argument, with the leading axes expanded to ``batch``; bool travels as bytes."""
-    if x is None:
-        return None
-    if x.dtype == torch.bool:
-        x = x.view(torch.uint8)
-    x = x.expand(*batch, *x.shape[len(batch) :])
-    return Strided(x, x.stride())
-
-
-def _row_alignment(q: Tensor, *others: Tensor) -> int:
-    """The largest power of two, at most 16 bytes, that divides the strides of all rows; in elements."""
-    strides = [stride for x in (q, *others) for stride in x.stride()[:-1]]
-    return math.gcd(16 // q.element_size(), *strides)
-
-
-def _offsets_dtype(*tensors: Tensor | None) -> tl.dtype:
-    """What holds a stride times the edge of a tile, or the number of heads."""
-    strides = [stride for x in tensors if x is not None for stride in x.stride()[1:]]
-    return tl.int32 if max(strides) < 1 << 23 else tl.int64
-
-
-def _paired(values: Tensor, segments: tuple[tuple[int, int, int], ...]) -> bool:
-    """bf16 values whose every tile begins at a 32-bit word."""
-    *strides, stride_n = values.stride()
-    starts = (*strides, *(column for _, column, _ in segments), values.data_ptr() // 2)
-    return values.dtype == torch.bfloat16 and stride_n == 1 and not any(start % 2 for start in starts)
 
 
 def pad_table(table: Tensor, q: Tensor) -> Tensor:
@@ -76,21 +36,7 @@ def pad_table(table: Tensor, q: Tensor) -> Tensor:
 @planned
 def _pad_table(recorder: Recorder, q: Tensor, table: Tensor) -> Tensor:
     heads = tiles.padded_heads(table.shape[0], q.element_size(), q.shape[3])
-    return _padded(recorder, q, table, heads or 1, base_2=False)
-
-
-def _padded(recorder: Recorder, q: Tensor, table: Tensor, group: int, *, base_2: bool) -> Tensor:
-    """The entries of :func:`pad_table` as [groups, TABLE_SIZE, group]."""
-    H, R = table.shape
-    padded = recorder.empty(
-        triton.cdiv(H, group), TABLE_SIZE.value, group, dtype=torch.promote_types(q.dtype, torch.float32)
-    )
-    block = 1024
-    recorder.launch(
-        forward.pad_table, triton.cdiv(padded.numel(), block), _strided(table), padded, H, R, group,
-        BASE_2=base_2, BLOCK=block,
-    )  # fmt: skip
-    return padded
+    return padded_table(recorder, q, table, heads or 1, base_2=False)
 
 
 def _table(recorder: Recorder, step: Step, q: Tensor) -> Tensor | None:
@@ -100,73 +46,7 @@ def _table(recorder: Recorder, step: Step, q: Tensor) -> Tensor | None:
         return table
     if table.shape[1] == TABLE_SIZE.value and table.stride() == ((1, heads) if heads else (TABLE_SIZE.value, 1)):
         return table
-    return _padded(recorder, q, table, heads or 1, base_2=False)
-
-
-def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.dtype:
-    """That the channels of a projected bias are added up in; 16 bits pay where an instruction takes two of them. The
-    interpreter cuts off what bf16 has to round."""
-    if channels is None or channels.shape[1] > halves.MOST_CHANNELS or q.element_size() > 2:
-        return acc_dtype
-    if not INTERPRET and not tiles.has_halves(tiles.architecture()):
-        return acc_dtype
-    low = {torch.float16: tl.float16} | ({} if INTERPRET else {torch.bfloat16: tl.bfloat16})
-    return low.get(channels.dtype, acc_dtype)
-
-
-def _operands(
-    recorder: Recorder, step: Step, learned: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None
-) -> Operands:
-    """What forward and backward share; ``learned`` as the kernel reads it, ``rows``: others like those of q."""
-    B, H, M, D = q.shape
-    others = [x for x in rows if x is not None]
-    segments = tuple((int(key), int(column), int(length)) for key, column, length in step.segments)
-    form, data = step.form, step.data
-    dropout_key = step.dropout_key if step.dropout_p > 0.0 else None
-    dropout = dropout_key is not None
-    values = {"dense": learned, "projected": data}.get(form)
-    code = halves.CODES.get(q.dtype, 0)
-    acc_dtype = tl.float64 if q.dtype == torch.float64 else tl.float32
-    all_keys = segments == ((0, 0, k.shape[2]),)
-    constants = {
-        "FORM": form,
-        "NUM_CHANNELS": data.shape[1] if form == "projected" and data is not None else 0,
-        "HEADS": tiles.padded_heads(H, q.element_size(), D),
-        "ONES": D < 16 and not dropout,
-        "BLOCK_V": 8 if D + (not dropout) <= 8 else 16,
-        "BIAS_DTYPE": _bias_dtype(q, data if form == "projected" else None, acc_dtype),
-        "PAIRED": values is not None and _paired(values, segments),
-        "THRESHOLD": int(step.dropout_p * (1 << 32)) if dropout else 0,
-        "KEEP_SCALE": 1.0 / (1.0 - step.dropout_p) if dropout else 1.0,
-        "FOLD": q.element_size() == 2,
-        "ALIGNMENT": _row_alignment(q, k, v, *others),
-        "OFFSETS": _offsets_dtype(q, k, v, data, values, *others),
-        "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
-        "ACC_DTYPE": acc_dtype,
-        "ASSEMBLY": tiles.has_halves(tiles.architecture()),
-        "CODE": code,
-        "D": D,
-        "BLOCK_D": max(16, triton.next_power_of_2(D)),
-    }
-    return Operands(
-        q=_strided(q),
-        k=_strided(k),
-        v=_strided(v),
-        learned=_strided(learned, B, H) if form == "dense" else _strided(learned),
-        data=_strided(data, B),
-        bias_mask=_strided(step.bias_mask, B),
-        padding=_strided(step.key_padding_mask),
-        dropout_key=dropout_key,
-        row_ids=step.row_ids if dropout else None,
-        codes=recorder.constant(_codes(code, q.device)) if form == "bucket" else None,
-        segments=None if all_keys else recorder.constant(_segment_table(segments, q.device)),
-        num_segments=len(segments),
-        scale=float(step.scale),
-        H=H,
-        M=M,
-        Nk=k.shape[2],
-        **{name: tl.constexpr(value) for name, value in constants.items()},
-    )
+    return padded_table(recorder, q, table, heads or 1, base_2=False)
 
 
 def _longest(step: Step) -> int:
@@ -183,11 +63,6 @@ def _plain(step: Step) -> bool:
     return step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
 
 
-def _saved(gradients: Gradients, of: DeltaOf | None = None) -> Saved:
-    made_of = (None, None) if of is None else (_strided(of.out), of.d_lse)
-    return Saved(_strided(gradients.d_out), gradients.lse, gradients.delta, *made_of)
-
-
 @planned
 def launch_step_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, state: State) -> None:
     """Fold one visiting block of keys into the softmax state, or into ``out`` and ``lse`` at the last step.
@@ -195,7 +70,7 @@ def launch_step_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: S
     q: [B, H, M, D], D <= 256; k, v: [B, H, Nk, D] in its dtype; any strides. A table of the step's may be as
     :func:`pad_table` returns it.
     """
-    operands = _operands(recorder, step, _table(recorder, step, q), q, k, v, state.out)
+    operands = operands_of(recorder, step, _table(recorder, step, q), q, k, v, state.out)
     B, H, M, D = q.shape
     if D <= tiles.NARROW:
         kernel, blocks = narrow_forward.narrow_fwd, tiles.choose_narrow_fwd(H, q.element_size(), M, _longest(step))
@@ -203,7 +78,7 @@ def launch_step_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: S
     else:
         kernel, blocks, groups = forward.step_fwd, _tiles("fwd", step, q), H
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    softmax = Softmax(state.m, state.l, state.acc, _strided(state.out), state.lse)
+    softmax = Softmax(state.m, state.l, state.acc, strided(state.out), state.lse)
     recorder.launch(
         kernel, B * num_tiles * groups, operands, softmax, num_tiles, FIRST=state.first, LAST=state.last, **blocks
     )
@@ -212,16 +87,7 @@ def launch_step_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: S
 @planned
 def launch_row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> None:
     """delta [B, H, M] = sum(d_out * out) - d_lse: d_out, out [B, H, M, D], any strides; the others contiguous."""
-    _row_delta(recorder, d_out, delta, of)
-
-
-def _row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> None:
-    B, H, M, D = d_out.shape
-    block = 128
-    recorder.launch(
-        backward.row_delta, B * H * triton.cdiv(M, block),
-        _strided(d_out), _strided(of.out), of.d_lse, delta, H, M, D, block,
-    )  # fmt: skip
+    row_delta(recorder, d_out, delta, of)
 
 
 def launch_step_bwd(
@@ -249,9 +115,9 @@ def _launch_bwd(
     if q.shape[3] <= tiles.NARROW and own:
         return _narrow_bwd(recorder, step, q, k, v, gradients, of)
     if of is not None:
-        _row_delta(recorder, gradients.d_out, gradients.delta, of)
+        row_delta(recorder, gradients.d_out, gradients.delta, of)
     rows = (q, k, v, gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
-    operands = _operands(recorder, step, _table(recorder, step, q), *rows)
+    operands = operands_of(recorder, step, _table(recorder, step, q), *rows)
     _key_pass(recorder, operands, step, q, gradients)
     if step.form in ("bucket", "projected") and d_learned is not None:
         return _learned_pass(recorder, operands, step, q, gradients)
@@ -264,7 +130,7 @@ def _key_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor, gra
     num_tiles = sum(triton.cdiv(length, blocks["BLOCK_N"]) for _, _, length in step.segments)
     recorder.launch(
         backward.key_pass, q.shape[0] * num_tiles * q.shape[1],
-        operands, _saved(gradients), _strided(gradients.dk), _strided(gradients.dv), num_tiles,
+        operands, saved_of(gradients), strided(gradients.dk), strided(gradients.dv), num_tiles,
         ACCUMULATE=gradients.accumulate, **blocks,
     )  # fmt: skip
 
@@ -275,12 +141,12 @@ def _query_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor, g
     if step.form == "dense" and gradients.d_learned is not None:
         planes_b, planes_h = gradients.d_learned.shape[:2]
         # expanded: every head of a group addresses the plane it shares
-        db = _strided(gradients.d_learned, B, H)
+        db = strided(gradients.d_learned, B, H)
     blocks = _tiles("query", step, q)
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     recorder.launch(
         backward.query_pass, planes_b * num_tiles * planes_h,
-        operands, _saved(gradients), _strided(gradients.dq), db, num_tiles, B // planes_b, H // planes_h,
+        operands, saved_of(gradients), strided(gradients.dq), db, num_tiles, B // planes_b, H // planes_h,
         SHARED=(planes_b, planes_h) != (B, H), ACCUMULATE=gradients.accumulate, **blocks,
     )  # fmt: skip
 
@@ -298,11 +164,11 @@ def _learned_pass(recorder: Recorder, operands: Operands, step: Step, q: Tensor,
     rows = max(16, triton.next_power_of_2(num_learned if step.form == "bucket" else 2 * num_learned))
     partials = recorder.empty(B, num_tiles, groups, group, rows, dtype=gradients.lse.dtype)
     if step.form == "bucket":
-        operands = operands._replace(learned=_strided(_padded(recorder, q, learned, group, base_2=False)))
+        operands = operands._replace(learned=strided(padded_table(recorder, q, learned, group, base_2=False)))
     together = H % group == 0 and all(t.strides[1:] == (D, t.strides[2], 1) for t in (operands.k, operands.v))
     recorder.launch(
         learned_pass, B * num_tiles * groups,
-        operands, _saved(gradients), _strided(gradients.dq), partials, num_tiles,
+        operands, saved_of(gradients), strided(gradients.dq), partials, num_tiles,
         ROWS=rows, WARPS=blocks["num_warps"], TOGETHER=together, ACCUMULATE=gradients.accumulate,
         **(blocks | {"GROUP": group}),
     )  # fmt: skip
@@ -326,20 +192,20 @@ def _narrow_bwd(
     width = max(16, triton.next_power_of_2(D + 3)) if packed else 16
 
     def rows(x: Tensor, num_rows: int) -> Strided:
-        return _strided(recorder.empty(B, num_rows, heads, width, dtype=x.dtype).transpose(1, 2) if packed else x)
+        return strided(recorder.empty(B, num_rows, heads, width, dtype=x.dtype).transpose(1, 2) if packed else x)
 
     learned = step.learned
     if form == "bucket" and learned is not None:
-        learned = _padded(recorder, q, learned, heads, base_2=q.element_size() == 2)
+        learned = padded_table(recorder, q, learned, heads, base_2=q.element_size() == 2)
     others = (gradients.d_out, gradients.dq, gradients.dk, gradients.dv, None if of is None else of.out)
-    operands = _operands(recorder, step, learned, q, k, v, *others)
+    operands = operands_of(recorder, step, learned, q, k, v, *others)
     block_r, grad, partials = 16, None, None
     if d_learned is not None and form == "dense":
-        grad = _strided(d_learned)
+        grad = strided(d_learned)
     elif d_learned is not None:
         block_r = max(16 if form == "bucket" else 8, triton.next_power_of_2(d_learned.shape[1]))
         partials = recorder.empty(B, key_tiles, heads // group, group, block_r, dtype=dtype)
-        grad = _strided(partials)
+        grad = strided(partials)
     at_once = min(key_tiles, max(1, PARTS_BYTES // (B * query_rows * heads * D * dtype.itemsize)))
     parts = recorder.empty(at_once, B, query_rows, heads, D, dtype=dtype) if key_tiles > 1 else None
     total = recorder.empty(B, query_rows, heads, D, dtype=dtype) if key_tiles > at_once else None
@@ -355,10 +221,10 @@ def _narrow_bwd(
         k=rows(k, key_rows),
         v=rows(v, key_rows),
         d_out=rows(gradients.d_out, query_rows),
-        dq=_strided(gradients.dq) if parts is None else None,
+        dq=strided(gradients.dq) if parts is None else None,
         parts=parts,
-        dk=_strided(gradients.dk),
-        dv=_strided(gradients.dv),
+        dk=strided(gradients.dk),
+        dv=strided(gradients.dv),
         d_learned=grad,
         query_rows=query_rows,
         key_rows=key_rows,
@@ -368,13 +234,13 @@ def _narrow_bwd(
         tiles=at_once,
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
-    saved = _saved(gradients, of)
+    saved = saved_of(gradients, of)
     if packed:
         block = 16 * group  # divides the rows of all heads
         query_programs = B * query_rows * heads // block
         programs = query_programs + B * key_rows * heads // block
         recorder.launch(narrow_kernels.pack_rows, programs, operands, narrow, saved, query_programs, block)
-        saved = _saved(gradients)
+        saved = saved_of(gradients)
     for first in range(0, key_tiles, at_once):
         now = min(at_once, key_tiles - first)
         part = narrow._replace(first_tile=first, tiles=now)
@@ -386,7 +252,7 @@ def _narrow_bwd(
             block = 1024
             recorder.launch(
                 narrow_kernels.sum_parts, triton.cdiv(narrow.part, block),
-                operands, narrow, _strided(gradients.dq), total, now,
+                operands, narrow, strided(gradients.dq), total, now,
                 ADD=first > 0, LAST=first + now == key_tiles, BLOCK=block,
             )  # fmt: skip
     return partials

@@ -44,4 +44,6 @@ def row_keys(x, b, h, rows):
 def dropped(x, keys, cols):
     """True = dropped: mix32(row key ^ column * constant); row keys and columns broadcast to the tile, and are folded
     before they do."""
+    if x.first_column is not None:
+        cols += x.first_column
     return _mix_folded(_fold(keys) ^ _fold(cols.to(tl.uint32) * 0x9E3779B9)) < x.THRESHOLD

@@ -54,6 +54,7 @@ class Operands(NamedTuple):
     padding: Strided | None  # [B, N], nonzero = masked
     dropout_key: Tensor | None  # int32 [B]
     row_ids: Tensor | None  # int32 [M]
+    first_column: int | None  # of dropout: the global column of column 0; None: 0
     codes: Tensor | None  # int16 [TABLE_SIZE], bit pattern of each bucket, as ``halves.equal`` compares them
     segments: Tensor | None  # int32 [num_segments, 3]; None: one, of all keys, from column 0 on
     num_segments: int
@@ -210,14 +211,14 @@ def exp(x, s, pivot):
 
 
 @triton.jit
-def online_softmax(x, m, s):
-    """Fold scores s [..., BLOCK_N] into the running max m [..., 1]: m, p, and by what factor earlier sums shrink. m is
-    in base 2 if FOLD.
+def online_softmax(x, m, s, AXIS: tl.constexpr = -1):
+    """Fold scores s into the running max m, which has one number along AXIS: m, p, and by what factor earlier sums
+    shrink. m is in base 2 if FOLD.
 
-    m and sums keep the last axis, so that the compiler gives them the layout of the scores; without it they take that
+    m and sums keep that axis, so that the compiler gives them the layout of the scores; without it they take that
     of the bias, and the softmax is computed in both.
     """
-    s_max = tl.max(s, axis=-1, keep_dims=True)
+    s_max = tl.max(s, axis=AXIS, keep_dims=True)
     m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
     # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
     pivot = tl.where(m_new == -float("inf"), 0.0, m_new)

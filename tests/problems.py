@@ -12,6 +12,7 @@ from torch import Tensor
 from megagraph.attention import reference
 from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.dropout import keep_mask, row_keys
+from megagraph.attention.relation import Relation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = torch.float32 if DEVICE == "cuda" else torch.float64
@@ -130,6 +131,8 @@ def to(problem: Problem, device=None, dtype=None) -> Problem:
     def move(x):
         if isinstance(x, Tensor):
             return x.to(device, dtype if x.is_floating_point() else None)
+        if isinstance(x, Relation):
+            return x if device is None else x.to(device)
         return type(x)(**{name: move(value) for name, value in vars(x).items()}) if hasattr(x, "form") else x
 
     return Problem(**{name: move(value) for name, value in vars(problem).items()})

@@ -126,8 +126,6 @@ def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) 
     """
     if step.engine not in ENGINES:
         raise ValueError(f"engine must be {' or '.join(map(repr, ENGINES))}, got {step.engine!r}")
-    if step.engine != "blocked" and (step.columns is not None or step.first_column):
-        raise ValueError(f"columns and first_column must be None and 0 for engine {step.engine!r}, which has no lists")
     if step.columns is None and step.column_ids is not None:
         raise ValueError("column_ids must be None without columns: dense columns go on from first_column")
     if step.short and not whole:  # that path takes all keys to be here, and looks for a column of each

@@ -59,17 +59,13 @@ class Triton:
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
         if q.dtype == torch.float64 and not interpreted:
             reasons.append("q is torch.float64; use impl='blocked', or TRITON_INTERPRET=1 on the CPU")
-        if sparse:
-            reasons.append(
-                "the bias is sparse, and there is no kernel yet; use impl='blocked' on a CPU, or 'reference'"
-            )
         return reasons
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
-        return is_short_shape(max(q.shape[2], k.shape[2]), q.shape[3])
+        return step.columns is None and is_short_shape(max(q.shape[2], k.shape[2]), q.shape[3])
 
     def prepare(self, step: Step, q: Tensor) -> Step:
-        if step.form != "bucket":
+        if step.form != "bucket" or step.columns is not None:
             return step
         from megagraph.kernels.biased_attention import pad_table
 
@@ -77,9 +73,11 @@ class Triton:
         return replace(step, learned=pad_table(step.learned, q))
 
     def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
-        from megagraph.kernels.biased_attention import launch_step_fwd
-
-        launch_step_fwd(q, k, v, step, state)
+        if step.columns is not None:
+            from megagraph.kernels.listed_attention import launch_pairs_fwd as launch
+        else:
+            from megagraph.kernels.biased_attention import launch_step_fwd as launch
+        launch(q, k, v, step, state)
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         from megagraph.kernels.biased_attention import launch_row_delta
@@ -91,9 +89,11 @@ class Triton:
     def backward(
         self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
     ) -> None:
-        from megagraph.kernels.biased_attention import launch_step_bwd
-
-        launch_step_bwd(q, k, v, step, gradients, of)
+        if step.columns is not None:
+            from megagraph.kernels.listed_attention import launch_pairs_bwd as launch
+        else:
+            from megagraph.kernels.biased_attention import launch_step_bwd as launch
+        launch(q, k, v, step, gradients, of)
 
 
 class Blocked:

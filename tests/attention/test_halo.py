@@ -58,6 +58,18 @@ def test_super_nodes_see_and_are_seen_by_all(way, world_size, B, num_super, cut)
     assert_equal(expected(whole, attend_by(lambda bias: data.bias(bias.table), **options)), expected(whole))
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", [*FORMS, "bordered"])
+def test_kernels(form, way):
+    options = dict(num_super=2, world_size=3, comm=way, cuts=CUTS[3], impl="triton")
+    if form == "bordered":
+        whole, data = bordered(2, B=2, regular=17, dropout_p=0.3)
+        assert_equal(expected(whole, attend_by(lambda bias: data.bias(bias.table), **options)), expected(whole))
+    else:
+        dense, given, pairs = problem(form, "hub", M=19, N=19, dropout_p=0.3)
+        assert_equal(expected(given, attend_by(**options)), of_pairs(expected(dense), form, pairs))
+
+
 def test_a_halo_has_just_what_pairs_name():
     """A path of twelve nodes, and one pair of its ends: three ranks of four."""
     pairs = [(i, j) for i in range(12) for j in (i - 1, i, i + 1) if 0 <= j < 12] + [(0, 11)]
