@@ -33,6 +33,7 @@ import tyro
 
 from bench.provenance import write_rows
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
+from megagraph.attention.relation import Relation
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
 from megagraph.kernels.variants import Variant, cover, defaults
 
@@ -42,6 +43,7 @@ LEAST_WARPS = 8  # of a multiprocessor, which hides latency by switching between
 BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
 B, H = 2, 8
 PAIRS_OF_A_ROW = 32
+ROW_OF_VARIANT = ("kernel", "form", "dtype", "head_dim", "path", "learned_grad", "dropout")
 REST_COLUMNS = 17  # of the second segment: super nodes, whose number is odd
 
 
@@ -113,8 +115,8 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
             "projected": torch.empty(pairs, NUM_CHANNELS, dtype=dtype),
         }.get(form)
         learned, mask = torch.empty(pairs, H, dtype=dtype) if form == "dense" else learned, None
-        lists = {name: torch.empty(N + 1, dtype=torch.int64) for name in ("row_starts", "key_starts")}
-        lists |= {name: torch.empty(pairs, dtype=torch.int32) for name in ("columns", "key_rows", "key_pairs")}
+        starts, columns_of = torch.arange(N + 1) * PAIRS_OF_A_ROW, torch.arange(PAIRS_OF_A_ROW, dtype=torch.int32)
+        lists = Relation.of_rows(starts, columns_of.repeat(N), N, 1).lists
         columns = N
     regular = columns - (0 if short else 32 if variant.aligned else REST_COLUMNS)
     segments = [(0, 0, regular), (regular, regular, columns - regular)]
@@ -126,7 +128,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
         learned=learned,
         bias_mask=mask,
         key_padding_mask=torch.empty(B, columns, dtype=torch.bool) if variant.padding else None,
-        segments=[(0, 0, columns)] if listed else segments[: 1 if short else 2],
+        segments=[(0, 0, columns)] if listed and variant.step == "only" else segments[: 1 if short else 2],
         scale=D**-0.5,
         dropout_p=0.1 if variant.dropout else 0.0,
         dropout_key=torch.empty(B, dtype=torch.int32) if variant.dropout else None,
@@ -217,7 +219,7 @@ def compile_variant(
     return {
         "arch": arch,
         "variant": variant.name,
-        **{name: getattr(variant, name) for name in ("kernel", "form", "head_dim", "path", "learned_grad", "dropout")},
+        **{name: getattr(variant, name) for name in ROW_OF_VARIANT},
         "unit": "instructions per score and lane",
         "kernels": kernels,
         **{name: max(kernel[name] for kernel in kernels) for name in ("registers", "shared", "stack")},
@@ -397,6 +399,7 @@ def _holds(entry: dict[str, Any], row: dict[str, Any], max_head_dim: int) -> boo
     dims = entry.get("head_dims")
     return (
         same
+        and row["dtype"] == "bfloat16"
         and row["learned_grad"]
         and not row["dropout"]
         and (row["head_dim"] <= max_head_dim if dims is None else row["head_dim"] in dims)

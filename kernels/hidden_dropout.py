@@ -26,6 +26,7 @@ class Hidden(NamedTuple):
     row_ids: Tensor | None  # int32 [M]
     M: int
     C: int
+    first_column: None
     # compile-time constants, as tl.constexpr
     THRESHOLD: int
     KEEP_SCALE: float
@@ -70,6 +71,7 @@ def launch_hidden_dropout(x, out, p, dropout_key, row_ids) -> None:
         x=Strided(x, x.stride()),
         dropout_key=dropout_key.contiguous(),
         row_ids=None if row_ids is None else row_ids.contiguous(),
+        first_column=None,
         M=M,
         C=C,
         THRESHOLD=tl.constexpr(int(p * (1 << 32))),

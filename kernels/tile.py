@@ -211,14 +211,14 @@ def exp(x, s, pivot):
 
 
 @triton.jit
-def online_softmax(x, m, s, AXIS: tl.constexpr = -1):
-    """Fold scores s into the running max m, which has one number along AXIS: m, p, and by what factor earlier sums
-    shrink. m is in base 2 if FOLD.
+def online_softmax(x, m, s):
+    """Fold scores s [..., BLOCK_N] into the running max m [..., 1]: m, p, and by what factor earlier sums shrink. m is
+    in base 2 if FOLD.
 
-    m and sums keep that axis, so that the compiler gives them the layout of the scores; without it they take that
+    m and sums keep the last axis, so that the compiler gives them the layout of the scores; without it they take that
     of the bias, and the softmax is computed in both.
     """
-    s_max = tl.max(s, axis=AXIS, keep_dims=True)
+    s_max = tl.max(s, axis=-1, keep_dims=True)
     m_new = tl.maximum(m, s_max * LOG2E if x.FOLD else s_max)
     # a row that has met no valid key keeps m == -inf; a finite pivot avoids (-inf) - (-inf)
     pivot = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -237,7 +237,12 @@ def log_sum_exp(x, m, l):
 @triton.jit
 def load_lse(x, ptr, offs, mask):
     """Pivot of exp, [..., BLOCK, 1]: lse; +inf where there was no key or is no row, so that p = 0."""
-    lse = tl.expand_dims(tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf")), -1)
+    return pivot_of(x, tl.expand_dims(tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf")), -1))
+
+
+@triton.jit
+def pivot_of(x, lse):
+    """Of exp; +inf where there was no key, so that p = 0."""
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     return lse * LOG2E if x.FOLD else lse
 

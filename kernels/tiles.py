@@ -121,22 +121,17 @@ def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plai
     return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
 
 
-LIST_WIDTH = {2: 128, 4: 64, 8: 64}  # numbers of a row that a program takes, by bytes of each; or one head, if wider
-
-
-def list_heads(H: int, itemsize: int, D: int) -> tuple[int, int]:
-    """How many heads share a program that walks lists of pairs, and the width of each, D padded."""
-    width = triton.next_power_of_2(D)
-    group = min(triton.next_power_of_2(H), max(1, LIST_WIDTH[itemsize] // width))
-    return group, max(width, 16 // group)  # products are of at least 16 numbers
-
-
-def choose_list(kernel: Literal["pairs_fwd", "rows_bwd", "keys_bwd"], itemsize: int, pairs_a_list: float) -> dict:
-    """BLOCK_N pairs of BLOCK_M lists at a time. A warp to each list, as lists differ in length; 32 pairs take a third
-    fewer instructions than 16 where they fill up, but by key their rows and gradients would spill."""
-    wide = itemsize == 2 and kernel != "keys_bwd" and pairs_a_list > 24
-    block_m = 16 if INTERPRET else 1
-    return {"BLOCK_M": block_m, "BLOCK_N": 32 if wide else 16, "num_warps": block_m, "num_stages": 1}
+@functools.lru_cache(maxsize=1024)
+def choose_pairs(H: int, itemsize: int, D: int) -> dict[str, int]:
+    """Tiles of listed pairs, by what they compile to: no spills, then the fewest instructions. BLOCK_M rows of GROUP
+    heads, which share the numbers of pairs, and BLOCK_N gathered ones at a time; ``pair_tiles`` has as many."""
+    row = itemsize * max(16, triton.next_power_of_2(D))  # bytes
+    group = 8 if row <= 32 else 4 if row <= 256 else 1
+    if itemsize > 2 and row > 64:
+        group = min(group, 2)
+    group = min(group, triton.next_power_of_2(H))
+    warps = 2 if itemsize == 2 and group == 2 else 4
+    return {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": 32 if row <= 128 else 16, "num_warps": warps, "num_stages": 1}
 
 
 def has_halves(arch: str) -> bool:

@@ -25,7 +25,9 @@ class Variant(NamedTuple):
     aligned: bool = True  # segments begin at multiples of 16 columns and the rows of the bias hold such a multiple
     rows_first: bool = True  # memory of q, k, v is [B, N, H, D], as projections leave it; else [B, H, N, D]
     plane: str = "own"  # dense backward: every head has a plane of its own, or "shared" by all
-    path: str = "long"  # or "short", several heads of a short sequence to a program; then step and aligned are ignored
+    # or "short", several heads of a short sequence to a program, step and aligned are ignored then; or "listed" pairs,
+    # at the step "only" all columns in one segment
+    path: str = "long"
     learned_grad: bool = True  # backward: the gradient of the learned part of the bias is wanted
 
     @property
@@ -33,7 +35,7 @@ class Variant(NamedTuple):
         """What pytest and the report print."""
         flags = [name for name in ("dropout", "padding") if getattr(self, name)]
         flags += [word for word, plain in (("odd", self.aligned), ("heads_first", self.rows_first)) if not plain]
-        flags += [word for word in (self.plane, self.path) if word in ("shared", "short")]
+        flags += [word for word in (self.plane, self.path) if word in ("shared", "short", "listed")]
         flags += [] if self.learned_grad else ["frozen"]
         return "-".join([self.kernel, self.form, self.dtype, f"D{self.head_dim}", self.step, *flags])
 
@@ -56,14 +58,24 @@ FACTORS: dict[str, tuple] = {
 
 def defaults() -> list[Variant]:
     """What training runs, at the head dims of the benchmarks; a frozen projection stands before the learned one, whose
-    gradient is what comes on top, and dropout of attention, which costs a hash a score, after both."""
+    gradient is what comes on top, and dropout of attention, which costs a hash a score, after both. Listed pairs have
+    few variants, which compile from the same parts."""
     variants = [Variant("hidden_dropout", "none", dropout=True)]
     for D in (4, 8, 32, 64):
         variants += [Variant("bwd", "projected", head_dim=D, learned_grad=False)]
         for path in ("long", "short") if D <= 16 else ("long",):
             variants += [Variant(kernel, form, head_dim=D, path=path) for form in FORMS for kernel in ("fwd", "bwd")]
+    listed = [
+        Variant(kernel, "bucket", head_dim=D, path="listed") for D in (8, 16, 64, 128) for kernel in ("fwd", "bwd")
+    ]
+    for kernel in ("fwd", "bwd"):
+        listed += [Variant(kernel, form, head_dim=16, path="listed") for form in ("dense", "projected")]
+        listed += [
+            Variant(kernel, "bucket", head_dim=16, step="middle", dropout=True, padding=True, path="listed"),
+            Variant(kernel, "bucket", dtype="float32", head_dim=16, path="listed"),
+        ]
     compact = itertools.product(("fwd", "bwd"), ("bucket", "projected"), (8, 64))
-    return variants + [Variant(kernel, form, head_dim=D, dropout=True) for kernel, form, D in compact]
+    return variants + listed + [Variant(kernel, form, head_dim=D, dropout=True) for kernel, form, D in compact]
 
 
 def cover() -> list[Variant]:

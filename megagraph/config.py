@@ -334,14 +334,8 @@ class TrainConfig:
         """The device to train on; "auto" and "cuda" give each process of a machine a GPU of its own.
 
         Raises:
-            ValueError: there is no such device, or it cannot train on these batches.
+            ValueError: there is no such device.
         """
-        device = self._find_device()
-        if self.batching == "full" and device.type != "cpu":
-            raise ValueError(f"device must be cpu for full batches, whose pairs no GPU takes yet, got {device}")
-        return device
-
-    def _find_device(self) -> torch.device:
         if self.device == "auto" and not torch.cuda.is_available():
             return torch.device("cpu")
         if self.device == "auto" or (self.device == "cuda" and torch.cuda.is_available()):

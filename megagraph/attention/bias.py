@@ -11,7 +11,7 @@ them from there, as in ``dataclasses.replace(bias, table=table)``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -383,10 +383,17 @@ class BorderedData:
     index: Tensor
     super_columns: Tensor
     super_rows: Tensor
+    _moved: dict[torch.device, BorderedData] = field(default_factory=dict, init=False, repr=False)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BorderedData:
-        moved = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.super_columns, self.super_rows))
-        return BorderedData(self.relation.to(device), *moved)
+        """On that device; kept, as a whole graph is the same in every step: kernels put its pairs into tiles once."""
+        device = torch.device(device)
+        if device == self.index.device:
+            return self
+        if device not in self._moved:
+            moved = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.super_columns, self.super_rows))
+            self._moved[device] = BorderedData(self.relation.to(device), *moved)
+        return self._moved[device]
 
     def shard(self, layout: NodeLayout) -> BorderedData:
         """What one rank holds of the data of all nodes; padding rows attend to super nodes alone."""

@@ -102,7 +102,7 @@ def ring_attention(
     check_inputs(q, k, v, given, key_padding_mask, dropout_p, dropout_key, layout)
     sparse = given is not None and given.relation is not None
     check_comm(comm, sparse=sparse, alone=mesh is None)
-    engine, short = choose(impl, q, ring=layout.world_size > 1, sparse=sparse)
+    engine, short = choose(impl, q, ring=layout.world_size > 1)
     short = short and not isinstance(given, BorderedBias)
     make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=engine, short=short)
     exchange = None if mesh is None or layout.world_size == 1 else make_exchange(mesh, q.device)
@@ -158,7 +158,7 @@ def loopback_attention(
     check_inputs(q, k, v, given, key_padding_mask, dropout_p, dropout_key, whole)
     sparse = given is not None and given.relation is not None
     check_comm(comm, sparse=sparse)
-    path = choose(impl, q, ring=True, sparse=sparse)
+    path = choose(impl, q, ring=True)
     make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=path[0], short=path[1])
     inputs = [(layout.shard(q, 2), layout.shard(k, 2), layout.shard(v, 2), _shard(given, layout)) for layout in layouts]
     flat = _attend(comm, Loopback(), layouts, make, inputs, key_padding_mask)

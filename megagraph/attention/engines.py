@@ -23,8 +23,8 @@ SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, 
 class Engine(Protocol):
     """Computes steps on one kind of device."""
 
-    def refusals(self, q: Tensor, *, sparse: bool = False) -> list[str]:
-        """Why it cannot run here, a sentence each; ``sparse``: with a sparse bias."""
+    def refusals(self, q: Tensor) -> list[str]:
+        """Why it cannot run here, a sentence each."""
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
         """Whether it takes its path for short sequences; all keys are here."""
@@ -51,7 +51,7 @@ class Engine(Protocol):
 class Triton:
     """The kernels: CUDA, or the CPU in Triton's interpreter."""
 
-    def refusals(self, q: Tensor, *, sparse: bool = False) -> list[str]:
+    def refusals(self, q: Tensor) -> list[str]:
         interpreted, reasons = os.environ.get("TRITON_INTERPRET") == "1", []
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (it has wheels for Linux only)")
@@ -99,7 +99,7 @@ class Triton:
 class Blocked:
     """Loops that Numba compiles, on a CPU; it takes a second to import."""
 
-    def refusals(self, q: Tensor, *, sparse: bool = False) -> list[str]:
+    def refusals(self, q: Tensor) -> list[str]:
         if q.device.type in ("cpu", "meta"):
             return []
         return [f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device"]
@@ -159,11 +159,8 @@ def is_short_shape(num_nodes: int, head_dim: int) -> bool:
     return num_nodes <= SHORT and head_dim <= NARROW
 
 
-def choose(impl: Impl | None, q: Tensor, *, ring: bool = False, sparse: bool = False) -> tuple[str, bool]:
+def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bool]:
     """The engine to run, or "reference": the one asked for, or by device; and ``Step.short``, which no ring is.
-
-    Args:
-        sparse: the bias is.
 
     Raises:
         ValueError: there is none of this name.
@@ -175,7 +172,7 @@ def choose(impl: Impl | None, q: Tensor, *, ring: bool = False, sparse: bool = F
         expected = f"impl must be {', '.join(map(repr, _NAMED))} or None, got {impl!r}"
         raise ValueError(expected + (f", which is {_GONE[impl]!r} now" if impl in _GONE else ""))
     name, short = _NAMED[impl]
-    reasons = ENGINES[name].refusals(q, sparse=sparse) if name in ENGINES else []
+    reasons = ENGINES[name].refusals(q) if name in ENGINES else []
     if ring and name not in ENGINES:
         reasons.append("it needs all keys on one rank, not in a ring; use impl='blocked' or 'triton'")
     if reasons:

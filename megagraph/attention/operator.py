@@ -105,7 +105,7 @@ def biased_attention(
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)
-    path = choose(impl, q, sparse=bias is not None and bias.relation is not None)
+    path = choose(impl, q)
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     out, lse = attention(step, q, k, v, bias)
     return (out, lse) if return_lse else out

@@ -34,6 +34,7 @@ from tests.steps import run_steps
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import biased_attention as kernels
+from megagraph.kernels import operands
 from megagraph.kernels.launch import plans
 
 
@@ -158,9 +159,9 @@ def test_what_channels_are_added_up_in(q, channels, C, monkeypatch):
     dtypes = {2: torch.float16, 4: torch.float32}
     rows, data = torch.empty(1, 2, 5, 8, dtype=dtypes[q]), torch.empty(1, C, 5, 7, dtype=dtypes[channels])
     low = (q, channels, C) == (2, 2, 3)
-    assert (str(kernels._bias_dtype(rows, data, "acc")) == "fp16") == low
-    monkeypatch.setattr(kernels.halves, "MOST_CHANNELS", 0)
-    assert kernels._bias_dtype(rows, data, "acc") == "acc"
+    assert (str(operands._bias_dtype(rows, data, "acc")) == "fp16") == low
+    monkeypatch.setattr(operands.halves, "MOST_CHANNELS", 0)
+    assert operands._bias_dtype(rows, data, "acc") == "acc"
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -88,14 +88,14 @@ def test_no_floor_without_rates_or_for_single_precision():
 
 def compiled(variant: str, total: float, spills: int = 0, programs: int = 2) -> dict:
     """A row of the compile report; a masked tile is there to be left out, or its spills to be found."""
-    kernel, form, _, head_dim, _, *flags = variant.split("-")
+    kernel, form, dtype, head_dim, _, *flags = variant.split("-")
     loops = [
         {"pass": "tile", "masked": False, "instructions": total, "spills": 0},
         {"pass": "tile", "masked": True, "instructions": 99.0, "spills": spills},
     ]
     row = {"arch": "sm_90", "variant": variant, "kernel": kernel, "form": form, "head_dim": int(head_dim[1:])}
     row |= {"path": "short" if "short" in flags else "long", "learned_grad": "frozen" not in flags, "shared": 0}
-    row["dropout"] = "dropout" in flags
+    row |= {"dropout": "dropout" in flags, "dtype": dtype}
     kernels = [{"kernel": "step", "programs_per_sm": programs, "warps_per_sm": 4 * programs}]
     return row | {"kernels": kernels, "loops": loops, "total": compile_report.total(loops)}
 
@@ -117,6 +117,7 @@ def test_budget_of_instructions(tmp_path, monkeypatch):
     assert above.endswith("51 instructions per score, at most 50") and met.endswith("so 19 is no longer pending")
     (above,) = faults("bwd-bucket-bfloat16-D64-only", 41)
     assert above.endswith("41 instructions per score, at most 40")
+    assert faults("bwd-bucket-float32-D64-only", 99) == []
     (spills,) = faults("fwd-none-bfloat16-D128-only", 9, spills=2)
     (warps,) = faults("fwd-none-bfloat16-D128-only", 9, programs=1)
     assert spills.endswith("tile: 2 spills") and warps.endswith("step: 4 warps a multiprocessor, at least 8")

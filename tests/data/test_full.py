@@ -277,12 +277,12 @@ def test_a_rank_holds_its_rows_alone(graph):
     assert {part.num_targets for part in parts} == {int(labels.sum())}
 
 
-def test_a_gpu_is_refused_before_anything_is_built(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="device must be cpu for full batches"):
-        mg.TrainConfig(**SMALL).torch_device()
-    assert mg.TrainConfig(**SMALL, device="cpu").torch_device().type == "cpu"
+def test_a_batch_that_was_moved_is_kept(graph):
+    """Kernels put the pairs of one and the same relation into tiles once."""
+    builder = batches(mg.TrainConfig(**SMALL), graph)
+    data = builder.build(builder.order[None], np.ones(240, bool), np.random.default_rng(0)).structure
+    moved = data.to("meta")
+    assert data.to("meta") is moved and moved.index.device.type == "meta" and data.to("cpu") is data
 
 
 def test_the_cost_model_says_that_it_does_not_know_full_batches(graph):
