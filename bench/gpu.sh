@@ -31,7 +31,7 @@ fi
 timeout 200 python3 -m bench.warm 2>&1 | tee "$out/warm.log" || true  # what is not compiled yet is compiled later
 status=0
 left=$((520 - SECONDS))
-timeout "$left" python3 -m pytest -q bench/test_ring.py bench/test_attention.py --rows "$out" \
+timeout "$left" python3 -m pytest -q bench/test_pairs.py bench/test_ring.py bench/test_attention.py --rows "$out" \
     --budget $((left - 30)) --benchmark-quiet --benchmark-json "$out/pytest-benchmark.json" \
     > "$out/bench.log" 2>&1 || status=$?
 tail -n 3 "$out/bench.log"

@@ -219,6 +219,7 @@ def main(folder: Path) -> None:
     tables["Kept for backward beyond the inputs, MiB"] = per_contender(rows, "saved_bytes", 2**20, "shapes")
     tables["Peak of forward + backward, MiB"] = per_contender(rows, "peak_bytes", 2**20, "shapes")
     tables["A rank's ring steps"] = ring(rows)
+    tables["Listed pairs, forward + backward, ms"] = per_contender(rows, "median", 1e-3, "pairs")
     predicted = json.loads(PREDICTED.read_text(encoding="utf-8"))
     tables["Five shapes"] = five_shapes(rows, predicted)
     print(origin(rows))

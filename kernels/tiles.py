@@ -127,8 +127,10 @@ def choose_pairs(H: int, itemsize: int, D: int) -> dict[str, int]:
     heads, which share the numbers of pairs, and BLOCK_N gathered ones at a time; ``pair_tiles`` has as many."""
     row = itemsize * max(16, triton.next_power_of_2(D))  # bytes
     group = 8 if row <= 32 else 4 if row <= 256 else 1
-    if itemsize > 2 and row > 64:
+    if itemsize == 4 and row > 64:
         group = min(group, 2)
+    elif itemsize == 8:  # interpreted, where programs are what takes time
+        group = 8
     group = min(group, triton.next_power_of_2(H))
     warps = 2 if itemsize == 2 and group == 2 else 4
     return {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": 32 if row <= 128 else 16, "num_warps": warps, "num_stages": 1}

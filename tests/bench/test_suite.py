@@ -43,7 +43,13 @@ def test_benches_run_and_tables_come_from_their_rows(tmp_path, capsys):
     for row in rows:
         assert row.keys() >= told | {"contender", "series"}, row
         assert row.get("refusal") or 0 < row["min"] <= row["median"] <= row["max"], row
-    assert {row["contender"] for row in rows} == {*CONTENDERS, "ring_steps", "one_call"}
+    assert {row["contender"] for row in rows} == {
+        *CONTENDERS,
+        "ring_steps",
+        "one_call",
+        "listed_pairs",
+        "message_passing",
+    }
     for row in rows:
         if row["contender"].startswith("megagraph") or row["contender"] == "eager":
             assert row["refusal"] is None, row
@@ -55,7 +61,13 @@ def test_benches_run_and_tables_come_from_their_rows(tmp_path, capsys):
 
     tables.main(tmp_path)
     printed = capsys.readouterr().out
-    for title in ("Five shapes", "A rank's ring steps", "Forward + backward over N, ms", "Refused"):
+    for title in (
+        "Five shapes",
+        "A rank's ring steps",
+        "Listed pairs, forward + backward, ms",
+        "Forward + backward over N, ms",
+        "Refused",
+    ):
         assert f"## {title}\n\n|" in printed
     assert rows[0]["device"] in printed and rows[0]["commit"] in (tmp_path / "time_against_n.svg").read_text()
 
