@@ -135,16 +135,15 @@ def _launch_bwd(
     """All but the last sum over partial gradients of a table or a projection, which are returned."""
     if of is not None:
         row_delta(recorder, gradients.d_out, gradients.delta, of)
-    _keys(recorder, q, k, v, step, gradients, of_keys)
-    return _rows(recorder, q, k, v, step, gradients, of_rows)
+    others = (gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
+    operands = _operands(recorder, step, _blocks(q)["GROUP"], q, k, v, *others)
+    _keys(recorder, operands, step, q, gradients, of_keys)
+    return _rows(recorder, operands, step, q, gradients, of_rows)
 
 
-def _keys(
-    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of_keys: Tiles
-) -> None:
+def _keys(recorder: Recorder, operands: Operands, step: Step, q: Tensor, gradients: Gradients, of_keys: Tiles) -> None:
     B, H, _, _ = q.shape
     blocks = _blocks(q)
-    operands = _operands(recorder, step, blocks["GROUP"], q, k, v, gradients.d_out, gradients.dk, gradients.dv)
     block = blocks["BLOCK_M"]
     ends = ((column // block, (column + length - 1) // block) for _, column, length in step.segments if length)
     num_blocks = sum(last - first + 1 for first, last in ends)
@@ -158,14 +157,13 @@ def _keys(
 
 
 def _rows(
-    recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of_rows: Tiles
+    recorder: Recorder, operands: Operands, step: Step, q: Tensor, gradients: Gradients, of_rows: Tiles
 ) -> Tensor | None:
     B, H, M, _ = q.shape
     d_learned = gradients.d_learned
     blocks = _blocks(q)
     group = blocks["GROUP"]
     groups = triton.cdiv(H, group)
-    operands = _operands(recorder, step, group, q, k, v, gradients.d_out, gradients.dq)
     walk, d_pairs, partials, block_r = _walk(step, q, of_rows, M), None, None, 0
     # the blocks of a program: all sequences of the same rows, as these may add to the same pairs
     at_once = B * triton.cdiv(walk.blocks, PROGRAMS)

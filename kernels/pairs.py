@@ -36,9 +36,7 @@ class Walk(NamedTuple):
 
     starts: Tensor  # int32 [S * blocks + 1], the first tile of every block
     others: Tensor  # int32 [T * BLOCK_N], the columns, or rows, of every tile, ascending in a block
-    numbers: (
-        Tensor  # [T, BLOCK_M, BLOCK_N]: uint8, the bucket of each pair, 255 = none; else int32, which pair, -1 = none
-    )
+    numbers: Tensor  # [T, BLOCK_M, BLOCK_N]: uint8, bucket of each pair, 255 = none; or int32, which pair, -1 = none
     column_ids: Tensor | None  # int32 [N], of dropout
     blocks: int  # of a sequence
     apart: int  # from the blocks of one sequence to those of the next; 0: all have the same

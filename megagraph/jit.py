@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _attention = Path(__file__).with_name("attention")
 # compiled functions of these are in functions of other files: a change of one is a change of all
@@ -62,12 +69,47 @@ class _Cache(FunctionCache):
         return *super()._index_key(*signature), _sources
 
 
+_locked: set[Path] = set()  # by this process: a function may contain itself, or another with its name
+
+
+@contextmanager
+def _alone(cache: _Cache) -> Iterator[None]:
+    """No other process compiles this function in the meantime, where the file system has locks."""
+    path = Path(cache.cache_path, f"{cache._impl.filename_base}.lock")
+    if fcntl is None or path in _locked:
+        yield
+        return
+    try:
+        cache._impl.locator.ensure_cache_path()
+        file = path.open("w")
+    except OSError:  # then nothing is kept either
+        yield
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_EX)  # of this process, and of none that it forks
+        _locked.add(path)
+        try:
+            yield
+        finally:
+            _locked.remove(path)
+
+
+def _compile(whole: Callable[[Any], Any], cache: _Cache, signature: Any) -> Any:
+    """Of processes that need a function at the same time, as all ranks of a machine do, one compiles it; the others
+    wait and read it."""
+    # the lock of all threads first: one of them may hold it and wait for a file that another has locked
+    with global_compiler_lock, _alone(cache):  # what a function contains is locked after it, never before it
+        return whole(signature)
+
+
 def jit(**options: bool) -> Callable[[Callable], Any]:
     """``numba.njit(cache=True, **options)``, for processes that start at the same time, too."""
 
     def compiled(function: Callable) -> Any:
         dispatcher = njit(**options)(function)
-        dispatcher._cache = _Cache(function)
+        dispatcher._cache = cache = _Cache(function)
+        dispatcher.compile = partial(_compile, dispatcher.compile, cache)
         return dispatcher
 
     return compiled

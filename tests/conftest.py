@@ -23,9 +23,6 @@ if not torch.cuda.is_available():
 
         patch_once()
 
-with suppress(ImportError):  # file locks: not on Windows
-    import tests.compile_once  # noqa: F401
-
 
 def pytest_addoption(parser):
     parser.addoption(

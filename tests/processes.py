@@ -8,14 +8,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-with suppress(ImportError):  # file locks: not on Windows
-    import tests.compile_once  # noqa: F401
 
 START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot use the GPU of its parent
 CONTEXT = multiprocessing.get_context(START_METHOD)

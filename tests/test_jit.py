@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -47,6 +49,25 @@ def test_processes_that_compile_at_the_same_time_keep_their_own_code(tmp_path, m
     later = jit.jit()(twice)
     assert later(0.75) == 1.5 and later(22) == 44
     assert sum(later.stats.cache_hits.values()) == 2
+
+
+def _compiles(folder: str, barrier: Any, queue: Any) -> None:
+    numba.config.CACHE_DIR = folder
+    compiled = jit.jit()(twice)
+    barrier.wait()
+    assert compiled(21) == 42
+    queue.put(sum(compiled.stats.cache_misses.values()))
+
+
+def test_of_processes_that_need_a_function_one_compiles_it(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, queue = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_compiles, args=(str(tmp_path), barrier, queue)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert sorted(queue.get(timeout=100) for _ in processes) == [0, 0, 1]
+    for process in processes:
+        process.join()
 
 
 def test_damaged_code_is_compiled_again(tmp_path, monkeypatch: pytest.MonkeyPatch):
