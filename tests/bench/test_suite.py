@@ -16,7 +16,7 @@ import torch
 
 from bench import compile_report, measure, tables, tune
 from bench.floors import RATES, floor
-from bench.mutants import MUTANTS
+from bench.mutant_list import MUTANTS
 from bench.peers import CONTENDERS, Contender, _torch, eager
 from bench.shapes import Case, square
 
