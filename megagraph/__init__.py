@@ -6,6 +6,7 @@ from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
+from megagraph.attention.multihead import MultiheadAttention
 from megagraph.attention.operator import biased_attention
 from megagraph.config import TrainConfig
 from megagraph.data.graph import Graph
@@ -26,6 +27,7 @@ __all__ = [
     "Graphormer",
     "HierarchicalGT",
     "ModelConfig",
+    "MultiheadAttention",
     "NodeLayout",
     "Plan",
     "ProjectedBias",

@@ -17,10 +17,10 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_are_examples():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["train", "operator", "ring"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["train", "operator", "multihead", "ring"])
 def test_python_example(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(block, {})
@@ -30,7 +30,7 @@ def test_the_ring_example_has_the_gradients_of_one_process_on_two(tmp_path):
     script = tmp_path / "script.py"
     save = "\ngrads = {name: p.grad for name, p in encoder.named_parameters()}\n"
     save += f"torch.save((loss.item(), grads), f'{tmp_path}/{{layout.rank}}-{{world_size}}.pt')\n"
-    script.write_text(BLOCKS[2] + save)
+    script.write_text(BLOCKS[3] + save)
     exec(script.read_text(), {})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -11,6 +11,7 @@ from megagraph.attention.comm import Comm, check_comm
 from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.engines import Impl
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.multihead import check_multihead, take_multihead_state
 from megagraph.attention.operator import as_bias
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
@@ -22,7 +23,8 @@ class BiasedRingAttention(nn.Module):
     .. math:: O_i = \mathrm{softmax}(Q_i K^\top / \sqrt{D} + b_i)\, V        (paper Eq. 1-2)
 
     Every rank passes its S rows and the bias of its rows, and gets its rows; gradients of the parameters are shares,
-    to be summed over the group. On one rank S = N and nothing is sent.
+    to be summed over the group. On one rank S = N and nothing is sent. State dicts of ``nn.MultiheadAttention`` load,
+    too; what asks for such a module takes :class:`megagraph.MultiheadAttention`.
 
     Args:
         embed_dim: width E of the input and output.
@@ -75,6 +77,36 @@ class BiasedRingAttention(nn.Module):
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.register_load_state_dict_pre_hook(take_multihead_state)
+
+    @classmethod
+    def from_multihead_attention(
+        cls,
+        module: nn.MultiheadAttention,
+        *,
+        mesh: DeviceMesh | None = None,
+        comm: Comm = "ring",
+        impl: Impl | None = None,
+    ) -> BiasedRingAttention:
+        """One with copies of the parameters of ``module``; its x is [B, S, E], whatever ``module.batch_first`` is.
+
+        Raises:
+            ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
+        """
+        check_multihead(module)
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            dropout=module.dropout,
+            bias=module.in_proj_bias is not None,
+            mesh=mesh,
+            comm=comm,
+            impl=impl,
+            device=module.out_proj.weight.device,
+            dtype=module.out_proj.weight.dtype,
+        )
+        made.load_state_dict(module.state_dict())
+        return made.train(module.training)
 
     def forward(
         self,

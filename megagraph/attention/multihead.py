@@ -1,0 +1,189 @@
+"""In place of ``nn.MultiheadAttention``: with its parameters, arguments and results, and a graph bias."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megagraph.attention.bias import Bias, DenseBias
+from megagraph.attention.engines import Impl
+from megagraph.attention.operator import as_bias, biased_attention
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    r"""``nn.MultiheadAttention`` that computes :func:`megagraph.biased_attention`, with the bias in ``attn_bias``.
+
+    It is one, so that what asks for one takes it: ``GPSConv`` of torch_geometric, ``nn.TransformerEncoderLayer``.
+    Parameters, their names and values are those of ``nn.MultiheadAttention``, and so are results. These callers hand on
+    no bias: set ``attn_bias`` before a call, and anew, or to ``None``, before one with other nodes.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, batch_first, device, dtype: as of ``nn.MultiheadAttention``.
+        impl: see :func:`megagraph.biased_attention`.
+
+    Attributes:
+        attn_bias: a bias class or a float tensor [B or 1, H or 1, M, N], or ``None``.
+
+    Example::
+
+        conv = GPSConv(64, GCNConv(64, 64), heads=4)
+        conv.attn = megagraph.MultiheadAttention.from_multihead_attention(conv.attn)
+        conv.attn.attn_bias = megagraph.BucketBias(distances, table)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        *,
+        batch_first: bool = False,
+        impl: Impl | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, bias=bias, batch_first=batch_first, device=device, dtype=dtype)
+        self.impl = impl
+        self.attn_bias: Bias | Tensor | None = None
+        self._qkv_same_embed_dim = False  # or nn.TransformerEncoderLayer computes attention itself in evaluation
+
+    @classmethod
+    def from_multihead_attention(cls, module: nn.MultiheadAttention, *, impl: Impl | None = None) -> MultiheadAttention:
+        """One with the same parameters: those of ``module``, not copies.
+
+        Raises:
+            ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
+        """
+        check_multihead(module)
+        made = cls(
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            module.in_proj_bias is not None,
+            batch_first=module.batch_first,
+            impl=impl,
+            device="meta",
+        )
+        made.in_proj_weight, made.in_proj_bias = module.in_proj_weight, module.in_proj_bias
+        made.out_proj = module.out_proj
+        return made.train(module.training)
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Attend; shapes as of ``nn.MultiheadAttention``, [B, M, E] with ``batch_first``, [M, B, E] without, or [M, E].
+
+        Args:
+            key_padding_mask: bool [B, N], True = ignore; or floating point, 0 or -inf.
+            need_weights: must be False, and is by default: the weights never exist as a whole.
+            attn_mask: bool, True = must not attend, or floating point, added to the scores; [M, N] or [B * H, M, N].
+                Beside an ``attn_bias`` that is no dense one, there is no place for it.
+            is_causal: a hint that ``attn_mask`` is causal; it must be there.
+
+        Returns:
+            the result, and ``None`` in place of the weights.
+
+        Raises:
+            ValueError: what these say does not hold.
+        """
+        if need_weights:
+            raise ValueError("need_weights must be False, got True: the weights never exist as a whole")
+        if is_causal and attn_mask is None:
+            raise ValueError("attn_mask must be there with is_causal=True, got None; pass the causal mask")
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        weights = self.in_proj_weight.chunk(3)
+        offsets = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(x, weight, offset).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for x, weight, offset in zip((query, key, value), weights, offsets, strict=True)
+        )
+        dropout_p, dropout_key = self.dropout if self.training else 0.0, None
+        if dropout_p > 0.0:
+            dropout_key = torch.randint(-(2**31), 2**31, (len(q),), dtype=torch.int32, device=q.device)
+        out = biased_attention(
+            q,
+            k,
+            v,
+            self._masked_bias(attn_mask, q),
+            key_padding_mask=_padding(key_padding_mask),
+            dropout_p=dropout_p,
+            dropout_key=dropout_key,
+            impl=self.impl,
+        )
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if not batched:
+            return out.squeeze(0), None
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _masked_bias(self, attn_mask: Tensor | None, q: Tensor) -> Bias | None:
+        """``attn_bias`` and ``attn_mask`` as one."""
+        bias = as_bias(self.attn_bias)
+        if attn_mask is None:
+            return bias
+        if attn_mask.ndim != 2 and (attn_mask.ndim != 3 or len(attn_mask) != q.shape[0] * self.num_heads):
+            raise ValueError(
+                f"attn_mask must have shape [M, N] or [B * H, M, N] with B * H = {q.shape[0] * self.num_heads}, got "
+                f"{list(attn_mask.shape)}"
+            )
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask, -torch.inf)
+        values = attn_mask[None, None] if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
+        if bias is None:
+            return DenseBias(values)
+        if isinstance(bias, DenseBias) and bias.relation is None:
+            return replace(bias, values=bias.values + values)
+        raise ValueError(
+            f"attn_mask must be None beside a {type(bias).__name__} or listed pairs, got one; mask pairs in the bias "
+            "(bucket 255, mask, pairs that are not listed), and keys by key_padding_mask"
+        )
+
+
+def _padding(mask: Tensor | None) -> Tensor | None:
+    """A key padding mask as bool; ``nn.TransformerEncoderLayer`` makes numbers of it."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    hidden = mask == -torch.inf
+    if not torch.compiler.is_compiling() and not (hidden | (mask == 0)).all():
+        raise ValueError("key_padding_mask must be bool, or 0 and -inf, got other numbers; add these as attn_mask")
+    return hidden
+
+
+def check_multihead(module: nn.MultiheadAttention) -> None:
+    """ValueError where there is no such attention here."""
+    if module.kdim != module.embed_dim or module.vdim != module.embed_dim:
+        raise ValueError(
+            f"keys and values must be as wide as queries, {module.embed_dim}, got {module.kdim} and {module.vdim}; "
+            "project them before"
+        )
+    if module.bias_k is not None or module.add_zero_attn:
+        raise ValueError("add_bias_kv and add_zero_attn must be off, got a module with a key of its own")
+
+
+def take_multihead_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: that of an ``nn.MultiheadAttention`` as one of three projections. The offset of
+    keys is left out: it adds the same to all scores of a query, and cancels in the softmax."""
+    weight, offset = state.pop(f"{prefix}in_proj_weight", None), state.pop(f"{prefix}in_proj_bias", None)
+    for given, names in ((weight, ("q_proj.weight", "k_proj.weight", "v_proj.weight")), (offset, _OFFSETS)):
+        if given is not None:
+            state |= {f"{prefix}{name}": part for name, part in zip(names, given.chunk(3), strict=True) if name}
+
+
+_OFFSETS = ("q_proj.bias", "", "v_proj.bias")
