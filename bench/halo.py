@@ -68,11 +68,9 @@ def counts(name: str, root: Path) -> dict[str, Any]:
     for world_size in RANKS:
         layouts = [builder.layout(N, num_super, Share(cp=world_size, cp_rank=rank)) for rank in range(world_size)]
         blocks = [layout.block() for layout in layouts]
-        named = [np.unique(columns[starts[block.start] : starts[block.stop]]) for block in blocks]
-        away = [int(((x < block.start) | (x >= block.stop)).sum()) for x, block in zip(named, blocks, strict=True)]
         works = [int(work[block.start : block.stop].sum()) for block in blocks]
         row[f"ranks_{world_size}"] = {
-            "halo": [x / N for x in away],
+            "halo": [rows / N for rows in builder.halo(world_size)],
             "ring": (world_size - 1) / world_size,
             "work": max(works) / np.mean(works),
         }

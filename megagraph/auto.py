@@ -13,6 +13,7 @@ import torch
 
 from megagraph.config import TrainConfig
 from megagraph.data.build import Builder
+from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
@@ -38,14 +39,10 @@ def measure(
     """Rows of this machine for what a configuration trains, the same on every rank. Collective.
 
     Raises:
-        ValueError: the configuration has a learned embedding or full batches, which the cost model does not know.
+        ValueError: the configuration has a learned embedding, which the cost model does not know.
     """
     if config.embedding == "learned":
         raise ValueError("expected --embedding features: the cost model does not know the table of a learned embedding")
-    if config.batching == "full":
-        raise ValueError(
-            "expected --batching ego or cluster: the cost model does not know the pairs of a whole graph yet"
-        )
     loader = make_loader(config, builder, train_nodes, shuffle=True)
     batch = next(iter(loader.epoch(0)))
     workload = Workload(
@@ -54,6 +51,7 @@ def measure(
         num_super=batch.layout.num_super,
         num_targets=batch.labels.shape[1],
         feature_rows=len(batch.features) / batch.batch_size,
+        **_listed(builder),
     )
     model = config.model_config(
         in_features=builder.graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
@@ -62,6 +60,15 @@ def measure(
     return on_every_rank(
         lambda: profile(model, workload, device=device, batches=stream, budget_seconds=seconds, cache=cache)
     )
+
+
+def _listed(builder: Builder) -> dict[str, Any]:
+    """Of a workload whose pairs are listed."""
+    if not isinstance(builder, FullBatches):
+        return {}
+    ranks = (2 << i for i in range(max(3, (world_size() - 1).bit_length())))
+    halo = tuple(max(builder.halo(many)) for many in ranks if many <= builder.num_regular)
+    return {"pairs": len(builder.structure.relation.columns), "halo": halo}
 
 
 def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Candidate:

@@ -232,7 +232,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be above 0, got {value}")
         if self.batching == "full":
             plan = None if self.plan == "auto" else self.parallel_plan()
-            if plan is None or plan.dp * plan.num_microbatches > 1:
+            spread = (self.dp or 1) * self.microbatches if plan is None else plan.dp * plan.num_microbatches
+            if spread > 1:
                 raise ValueError(
                     "plan must have dp = 1 and microbatches 1 for full batches, which are one sequence: its nodes are "
                     f"spread by cp, its layers by pp; got {self.plan} and {self.microbatches}"

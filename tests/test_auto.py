@@ -88,11 +88,13 @@ def test_nothing_fits(rows, monkeypatch):
         auto.choose(mg.TrainConfig(plan="auto", memory_gib=0.01), rows, CPU)
 
 
-def test_a_run_measures_searches_and_trains(tmp_path, monkeypatch):
+@pytest.mark.parametrize("batching", ["ego", "full"])
+def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "measure", functools.partial(auto.measure, seconds=1.0, cache=tmp_path / "cache"))
     graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16)
     config = mg.TrainConfig(
         plan="auto",
+        batching=batching,
         layers=2,
         dim=16,
         ffn_dim=16,

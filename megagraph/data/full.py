@@ -70,6 +70,15 @@ class FullBatches(Builder):
                 return tuple(cuts.tolist())
         return tuple(self.num_regular * rank // world_size for rank in range(world_size + 1))
 
+    def halo(self, world_size: int) -> list[int]:
+        """Regular rows of others that each of so many ranks names."""
+        relation, ends = self.structure.relation, (*self.cuts(world_size)[1:],)
+        starts, columns, rows = relation.row_starts.numpy(), relation.columns.numpy(), []
+        for first, last in zip((0, *ends), ends, strict=False):
+            named = np.unique(columns[starts[first] : starts[last]])
+            rows.append(int(((named < first) | (named >= last)).sum()))
+        return rows
+
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """One batch; whichever ``nodes`` count, all take part."""
         return [self.order[None]]

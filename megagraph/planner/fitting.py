@@ -13,6 +13,7 @@ import numpy as np
 from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
+from megagraph.planner.memory import listed_bytes
 from megagraph.planner.terms import (
     Terms,
     all_reduce_terms,
@@ -24,6 +25,7 @@ from megagraph.planner.terms import (
     head_terms,
     kept_terms,
     layer_terms,
+    listed_terms,
     optimizer_terms,
     stage_parameters,
     workspace_terms,
@@ -67,10 +69,12 @@ FIELDS = {
     "process": (*_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "process_bytes"),
 }
 """Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
-``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages."""
+``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages.
+Rows of sequences whose pairs are listed have ``pairs`` and ``num_super``, too, and ``columns`` are those of a row on
+average."""
 
 _TEXTS = {"bias", "direction", "link", "device", "impl"}
-_NUMBERS = {name for names in FIELDS.values() for name in names} - _TEXTS
+_NUMBERS = {"pairs", *(name for names in FIELDS.values() for name in names)} - _TEXTS
 
 COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
 
@@ -217,13 +221,16 @@ def row_terms(row: Row) -> Terms:
     if kind == "attention":
         return attention_terms(m, rows, columns, config, ring=False)
     targets = rows if row["targets"] is None else row["targets"]
+
+    def attention(queries: float) -> Terms:
+        if not row.get("pairs"):
+            return attention_terms(m, queries, columns, config, ring=False)
+        block = rows - row["num_super"]
+        return listed_terms(m, block, row["num_super"], row["pairs"], config, supers=queries > block)
+
     layers = row["layers"] - 1.0
     terms = _layered(
-        layers,
-        *(
-            layer_terms(m, rows, queries, config) | attention_terms(m, queries, columns, config, ring=False)
-            for queries in (rows, targets)
-        ),
+        layers, *(layer_terms(m, rows, queries, config) | attention(queries) for queries in (rows, targets))
     )
     if kind == "model":
         terms |= embedding_terms(m, rows, config.dim, config.in_features, row["feature_rows"])
@@ -390,8 +397,9 @@ def _layered(layers: float, layer: Terms, last: Terms) -> Terms:
 def _known_bytes(row: Row) -> float:
     """What needs no fit: parameters and their two moments, the batch's data."""
     pair_bytes = 1 if row["bias"] == "bucket" else 4 * row["bias_size"]
-    data = row["sequences"] * row["rows"] * row["columns"] * pair_bytes + 4 * row["feature_rows"] * row["in_features"]
-    return 12.0 * _parameters(row) + data
+    listed = row.get("pairs")
+    data = listed_bytes(row["rows"], row["num_super"], listed) if listed else row["rows"] * row["columns"] * pair_bytes
+    return 12.0 * _parameters(row) + row["sequences"] * data + 4 * row["feature_rows"] * row["in_features"]
 
 
 def _parameters(row: Row) -> float:

@@ -55,7 +55,9 @@ def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
     plan, config, m, rows, columns = work.plan, work.config, work.sequences, work.rows, work.columns
     layer, last_layer = (dot(rates, kept_terms(m, rows, queries, columns, config)) for queries in (rows, work.targets))
     if plan.cp > 1 and plan.comm == "allgather":  # k and v of the other ranks' rows are kept, too
-        layer, last_layer = (kept + 8.0 * m * (columns - rows) * config.dim for kept in (layer, last_layer))
+        layer, last_layer = (kept + 8.0 * m * work.away * config.dim for kept in (layer, last_layer))
+    elif plan.comm == "halo":
+        layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
     # checkpointed: the inputs of all, and one layer that is computed again
     kept = counts * work.hidden_bytes + layer if plan.checkpoint else counts * layer
     kept[0] += dot(rates, embedding_kept_terms(m, rows, config))
@@ -67,14 +69,24 @@ def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
 def shared_bytes(rates: Rates, work: RankWork) -> float:
     """What a rank holds once, however many stages and layers: the batch's data, workspace, ring buffers."""
     plan, config = work.plan, work.config
-    pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
-    data = work.batch_sequences * work.rows * work.columns * pair_bytes
+    data = work.batch_sequences * (
+        listed_bytes(work.rows, work.num_super, work.pairs)
+        if work.pairs
+        else work.rows * work.columns * (1 if config.bias == "bucket" else 4 * config.bias_size)
+    )
     total = data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
     if plan.cp > 1 and plan.comm == "allgather":
         total += plan.cp * work.block_bytes  # the gradients of k and v of all nodes
+    elif plan.comm == "halo":
+        total += work.halo_bytes
     elif plan.cp > 1:
         total += 4 * work.block_bytes + work.hidden_bytes  # two visiting blocks each way, accumulator
     return total * _process_factor(rates)
+
+
+def listed_bytes(rows: float, num_super: float, pairs: float) -> float:
+    """Data of a sequence whose pairs are listed: by row and by key, with a bucket, and buckets of super nodes."""
+    return 13 * pairs + 2 * rows * num_super + 16 * rows
 
 
 def _process_factor(rates: Rates) -> float:

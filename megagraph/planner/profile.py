@@ -48,11 +48,11 @@ def profile(
     origin = provenance() | {
         "unit": "s",
         "device_type": device.type,
-        "workload": asdict(workload),
+        "workload": _as_read(workload),
         "impl": "triton" if device.type == "cuda" else "blocked",
         "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-        "model": json.loads(json.dumps(asdict(config))),  # tuples are lists, as from the cache
+        "model": _as_read(config),
     }
     path = None if cache is None else cache / f"{_fingerprint(origin)}.json"
     found = [None if path is None else _kept(path)]
@@ -86,6 +86,12 @@ def _measure(
     ]
     rows += compute_rows(points, device, 0.7 * (until - time.perf_counter()))
     return rows + ring_rows(config, workload, device, until - time.perf_counter())
+
+
+def _as_read(given: ModelConfig | Workload) -> dict[str, Any]:
+    """Its fields as they come from the cache, lists for tuples."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(given)))
+    return values
 
 
 def _kept(path: Path) -> list[dict[str, Any]] | None:

@@ -63,8 +63,9 @@ def search(
     """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``.
 
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, with the layer split of
-    least GPipe time and the one of least memory. GPipe's step time is exact. For other schedules a closed form is an
-    estimate; the best 20 of these are then timed by running their schedule on paper, and only they can win.
+    least GPipe time and the one of least memory; halos, where pairs are listed. GPipe's step time is exact. For other
+    schedules a closed form is an estimate; the best 20 of these are then timed by running their schedule on paper, and
+    only they can win.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -145,7 +146,8 @@ def shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping
             dp = world_size // pp // cp
             if any(fixed.get(name, value) != value for name, value in (("pp", pp), ("cp", cp), ("dp", dp))):
                 continue
-            for comm in ("ring", "allgather") if cp > 1 else ("ring",):
+            ways = ("ring", "allgather", "halo") if given.pairs else ("ring", "allgather")
+            for comm in ways if cp > 1 else ("ring",):
                 for checkpoint in (False, True):
                     base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, comm=comm, checkpoint=checkpoint, shard=shard)
                     asked = fixed.get("schedule")

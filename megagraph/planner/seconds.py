@@ -17,6 +17,7 @@ from megagraph.planner.terms import (
     embedding_terms,
     head_terms,
     layer_terms,
+    listed_terms,
 )
 from megagraph.planner.workload import RankWork
 
@@ -61,6 +62,9 @@ def _layer_seconds(seconds: Mapping[str, Rates], link: Rates, work: RankWork, wa
 def _attention_seconds(rates: Rates, link: Rates, work: RankWork, way: str, queries: int) -> float:
     plan, config, m = work.plan, work.config, work.sequences
     hop = transfer_seconds(link, work.block_bytes)  # gradients travel in fp32, too
+    if work.pairs:
+        terms = listed_terms(m, work.block, work.num_super, work.pairs, config, supers=queries > work.block)
+        return _listed_seconds(dot(rates, terms), hop, link, work, way)
     if plan.cp == 1 or plan.comm == "allgather":
         seconds = dot(rates, attention_terms(m, queries, work.columns, config, ring=False))
         if plan.cp > 1:
@@ -72,6 +76,18 @@ def _attention_seconds(rates: Rates, link: Rates, work: RankWork, way: str, quer
     if way == "forward":
         return local + (plan.cp - 1) * max(visit, hop)
     return local + (plan.cp - 1) * max(visit, 2 * hop) + hop
+
+
+def _listed_seconds(seconds: float, hop: float, link: Rates, work: RankWork, way: str) -> float:
+    """Attention along listed pairs, with the way of keys and values: a halo or a ring travels behind the work."""
+    hops = (work.plan.cp - 1) * hop
+    if work.plan.cp == 1:
+        return seconds
+    if work.plan.comm == "halo":
+        return max(seconds, transfer_seconds(link, work.halo_bytes))
+    if work.plan.comm == "allgather":
+        return seconds + hops * (1 if way == "forward" else 2)
+    return max(seconds, hops) if way == "forward" else max(seconds, 2 * hops) + hop
 
 
 def transfer_seconds(link: Rates, size: float) -> float:

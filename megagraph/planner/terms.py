@@ -55,6 +55,16 @@ def attention_terms(m: float, queries: float, keys: float, config: ModelConfig, 
     }
 
 
+def listed_terms(m: float, block: float, num_super: float, pairs: float, config: ModelConfig, *, supers: bool) -> Terms:
+    """Attention where pairs are listed: of ``block`` regular rows to super nodes and along the pairs, and of the super
+    rows, if they are computed, to all."""
+    terms = attention_terms(m, block, num_super, config, ring=False)
+    if supers:
+        others = attention_terms(m, num_super, block + num_super, config, ring=False)
+        terms = {name: value + others[name] for name, value in terms.items()}
+    return terms | {"pair.call": 1.0, "pair.score": m * pairs * config.heads, "pair.product": m * pairs * config.dim}
+
+
 def embedding_terms(m: float, rows: float, dim: int, in_features: int, feature_rows: float) -> Terms:
     return {
         "embedding.call": 1.0,

@@ -21,6 +21,8 @@ class Workload:
         num_nodes, num_super: regular and super nodes of a sequence [N', N_s].
         num_targets: rows of a sequence that are read out.
         feature_rows: distinct rows of raw features per sequence; ``None``: one for every node.
+        pairs: listed pairs of regular nodes in a sequence, beside which all attend to super nodes; 0: all to all.
+        halo: of listed pairs, rows that a rank receives, at most, where 2, 4, 8, ... ranks share a sequence.
     """
 
     batch_sequences: int
@@ -28,9 +30,11 @@ class Workload:
     num_super: int = 0
     num_targets: int = 1
     feature_rows: float | None = None
+    pairs: int = 0
+    halo: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        lows = {"batch_sequences": 1, "num_nodes": 1, "num_super": 0, "num_targets": 0}
+        lows = {"batch_sequences": 1, "num_nodes": 1, "num_super": 0, "num_targets": 0, "pairs": 0}
         for name, low in lows.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -38,6 +42,16 @@ class Workload:
                 raise ValueError(f"{name} must be below 2^31, got {getattr(self, name)}")
         if self.feature_rows is not None:
             check_number("feature_rows", self.feature_rows)
+        for rows in self.halo:
+            check_number("halo", rows)
+
+    def halo_of(self, ranks: int) -> float:
+        """Rows that one of so many ranks receives; all others' where nobody has counted."""
+        if ranks == 1:
+            return 0.0
+        place = (ranks - 1).bit_length() - 1  # of the next power of two
+        most = self.num_nodes * (ranks - 1) / ranks
+        return min(float(self.halo[place]), most) if place < len(self.halo) else most
 
     @classmethod
     def from_json(cls, values: Any) -> Workload:
@@ -53,6 +67,11 @@ def check_number(what: str, value: Any) -> None:
         raise ValueError(f"{what} must be a number of at least 0, got {value!r}")
 
 
+def listed_scores(block: float, num_super: float, pairs: float) -> float:
+    """Scores of a head where pairs are listed: these, and those of super nodes, which see, and are seen by, all."""
+    return pairs + block * num_super + num_super * (block + num_super)
+
+
 @dataclass(frozen=True, slots=True)
 class RankWork:
     """What a rank of a plan holds, however the layers are split; paper symbols in brackets.
@@ -61,9 +80,13 @@ class RankWork:
         batch_sequences: sequences of the rank's part of a batch [B / P_dp].
         sequences: of a micro-batch [b].
         block: regular nodes of a sequence [N' / P_cp].
-        rows, columns: nodes of a sequence that the rank computes, and those that they attend to [S, N' + N_s].
+        away: regular nodes of a sequence that other ranks have.
+        rows, columns: nodes of a sequence that the rank computes, and those that they attend to [S, N' + N_s], on
+            average where pairs are listed.
         targets: rows of a sequence that are read out.
         feature_rows: rows of raw features per sequence.
+        pairs: listed pairs of a sequence; 0: all attend to all.
+        halo: rows of other ranks that these name.
     """
 
     config: ModelConfig
@@ -71,32 +94,47 @@ class RankWork:
     batch_sequences: float
     sequences: float
     block: int
+    away: int
+    num_super: int
     rows: int
-    columns: int
+    columns: float
     targets: int
     feature_rows: float
+    pairs: float
+    halo: float
 
     @classmethod
     def of(cls, config: ModelConfig, plan: Plan, given: Workload) -> RankWork:
         """What a plan leaves each rank of a workload; the plan need not say how the layers are split."""
         block = math.ceil(given.num_nodes / plan.cp)
         rows = block + given.num_super
+        pairs = given.pairs / plan.cp  # ranks begin where it makes their work equal
+        listed = listed_scores(block, given.num_super, pairs) / rows
         return cls(
             config,
             plan,
             batch_sequences=given.batch_sequences / plan.dp,
             sequences=given.batch_sequences / (plan.dp * plan.num_microbatches),
             block=block,
+            away=given.num_nodes - block,
+            num_super=given.num_super,
             rows=rows,
-            columns=given.num_nodes + given.num_super,
+            columns=listed if given.pairs else given.num_nodes + given.num_super,
             targets=min(given.num_targets, block),
             feature_rows=rows if given.feature_rows is None else given.feature_rows / plan.cp,
+            pairs=pairs,
+            halo=given.halo_of(plan.cp) if given.pairs else 0.0,
         )
 
     @property
     def hidden_bytes(self) -> float:
         """Hidden states of a micro-batch, fp32 [S_act]."""
         return 4.0 * self.sequences * self.rows * self.config.dim
+
+    @property
+    def halo_bytes(self) -> float:
+        """Keys and values that a micro-batch's pairs name, or their gradients, fp32."""
+        return 8.0 * self.sequences * self.halo * self.config.dim
 
     @property
     def block_bytes(self) -> float:

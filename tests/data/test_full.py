@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import megagraph as mg
 from megagraph.ablation import evaluate
-from megagraph.auto import measure
 from megagraph.data.batch import Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.full import row_costs
@@ -225,7 +224,7 @@ def test_patience_ends_a_run(tmp_path, graph):
 BAD = {
     "pairs": (dict(max_pairs=700), "at most 700 pairs of nodes"),
     "dp": (dict(plan="1,1,2"), "plan must have dp = 1"),
-    "auto": (dict(plan="auto"), "plan must have dp = 1"),
+    "auto": (dict(plan="auto", dp=2), "plan must have dp = 1"),
     "halo of ego batches": (dict(batching="ego", plan="1,2,1", comm="halo"), "comm must be ring or allgather where"),
     "halo alone": (dict(comm="halo"), "comm must be 'ring' for cp = 1"),
     "microbatches": (dict(plan="2,1,1", microbatches=2), "microbatches 1"),
@@ -285,10 +284,15 @@ def test_a_batch_that_was_moved_is_kept(graph):
     assert data.to("meta") is moved and moved.index.device.type == "meta" and data.to("cpu") is data
 
 
-def test_the_cost_model_says_that_it_does_not_know_full_batches(graph):
-    config = mg.TrainConfig(**SMALL)
-    with pytest.raises(ValueError, match="does not know the pairs of a whole graph"):
-        measure(config, graph, batches(config, graph), np.arange(9), torch.device("cpu"))
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_the_rows_that_ranks_name(graph, world_size):
+    builder = batches(mg.TrainConfig(**SMALL), graph)
+    relation, cuts = builder.structure.relation, builder.cuts(world_size)
+    pairs = list(zip(relation.rows().tolist(), relation.columns.tolist(), strict=True))
+    wanted = []
+    for first, last in pairwise(cuts):
+        wanted.append(len({column for row, column in pairs if first <= row < last and not first <= column < last}))
+    assert builder.halo(world_size) == wanted and max(wanted) > 0
 
 
 def test_pairs_are_counted_before_they_are_made(graph):

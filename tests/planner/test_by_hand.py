@@ -64,6 +64,52 @@ def test_attention_of_three_ranks(comm, seconds_per_byte):
     assert got == pytest.approx(RING[comm, seconds_per_byte], rel=1e-12)
 
 
+# 12 listed pairs of 6 nodes, and a super node; a rank of two has 6 pairs and 3 nodes, and names 2 of the others
+LISTED = replace(WORKLOAD, batch_sequences=1, num_targets=6, pairs=12, halo=(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("comm", "seconds_per_byte", "messages"),
+    [
+        # 2 nodes * 4 channels * 2 * 4 bytes = 64 arrive and leave behind the work, of which backward has none here
+        ("halo", 1.0, 64),
+        ("halo", 100.0, 6400 - 1206 + 6400),
+        # a block of 3 nodes is 96 bytes; gradients of it go on, and home
+        ("ring", 1.0, 2 * 96 + 96),
+        ("allgather", 1.0, 96 + 2 * 96),
+    ],
+)
+def test_attention_along_listed_pairs_of_two_ranks(comm, seconds_per_byte, messages):
+    """The last layer has regular rows alone: 3 of them to a super node, and 6 pairs of 100 s, of 2 heads."""
+    cost = cost_model({"forward": {"attention.score": 1.0, "pair.score": 100.0}}, {"transfer.byte": seconds_per_byte})
+    plan = mg.Plan(cp=2, comm=comm)
+    got = cost.step_seconds(ONE_LAYER, plan, LISTED)
+    assert got == pytest.approx(2 * (3 + 6 * 100) + messages, rel=1e-12)
+    free = cost_model({"forward": {"attention.score": 1.0}})
+    assert free.step_seconds(CONFIG, plan, LISTED) == 2 * (3 + 3 + 4)  # a super row before, to 3 nodes and itself
+
+
+def test_bytes_of_listed_pairs():
+    """A halo is kept in both layers, and given back before gradients of parameters are there; its own gradients are
+    there once. 13 bytes a pair, 2 a node and super node."""
+    many = replace(LISTED, num_nodes=6000, num_targets=6000, pairs=12_000, halo=(2000,))
+    num, halo = sum(p.numel() for p in HierarchicalGT(CONFIG).parameters()), 2000 * 4 * 2 * 4
+    data = 13 * 6000 + 2 * 3001 + 16 * 3001
+    got = cost_model().memory_bytes(CONFIG, mg.Plan(cp=2, comm="halo"), many)
+    assert got == pytest.approx([4 * 3 * num + 2 * halo + data + halo + 5 / 2 * 3 * 4], rel=1e-12)
+
+
+def test_rows_that_ranks_name():
+    assert [LISTED.halo_of(ranks) for ranks in (1, 2, 3, 4)] == [0, 2, 4, 4.5]  # no more than others have
+    assert LISTED.halo_of(5) == pytest.approx(6 * 4 / 5)  # nobody has counted
+
+
+def test_a_search_looks_at_halos_of_listed_pairs_only():
+    for workload, ways in ((LISTED, {"ring", "allgather", "halo"}), (WORKLOAD, {"ring", "allgather"})):
+        found = mg.planner.search(cost_model(), CONFIG, 2, 1e9, workload=workload)
+        assert {candidate.plan.comm for candidate in found.candidates if candidate.plan.cp == 2} == ways
+
+
 def test_what_the_ends_take_beside_a_layer():
     """A layer of 2 + 10 s a call; an embedding of 3 + 9 and a read-out of 5 + 19."""
     forward = {"layer.call": 2.0, "embedding.call": 3.0, "head.call": 5.0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,25 @@ def test_profile_measures_every_part(tmp_path):
     assert cost.memory["process.byte"] >= 1
     expected = observed * cost.memory["process.byte"]
     assert cost.memory_bytes(CONFIG, mg.Plan()) == pytest.approx([expected], rel=0.03)
+
+
+def test_profile_of_listed_pairs(tmp_path):
+    """What is measured of parts of a graph says what all of it takes; the peak is that of an observer."""
+    workload = mg.planner.Workload(
+        batch_sequences=1, num_nodes=600, num_super=3, num_targets=600, pairs=3000, halo=(40, 70, 90)
+    )
+    config = replace(CONFIG, bias="bucket", bias_size=6)
+    points = design(config, workload, torch.device("cpu"))
+    assert {point.pairs // (point.nodes - 3) for point in points} == {5, 20}
+    assert {point.nodes for point in points} == {20 + 3, 37 + 3, 150 + 3}
+    rows = profile(config, workload, device=torch.device("cpu"), budget_seconds=1.0)
+    assert {row["kind"] for row in check_rows(rows)} >= {"layers", "memory", "process", "optimizer"}
+    cost = mg.planner.fit(json.loads(json.dumps(rows)))
+    assert cost.workload == workload and "tokens = 603 is outside" in cost.extrapolated(config, mg.Plan())[0]
+    whole = Point(sequences=1, nodes=603, config=config, targets=600, feature_rows=603, num_super=3, pairs=3000)
+    observed = observe_memory(whole, torch.device("cpu"))["peak_bytes"]
+    assert cost.memory_bytes(config, mg.Plan()) == pytest.approx([observed * cost.memory["process.byte"]], rel=0.05)
+    assert mg.planner.search(cost, config, 2, 2**30).best.plan.num_microbatches == 1
 
 
 def test_design_varies_every_size():

@@ -6,11 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megagraph.attention.bias import BorderedData
 from megagraph.attention.dropout import dropout_keys
+from megagraph.attention.layout import NodeLayout
+from megagraph.attention.relation import Relation
 from megagraph.models.config import ModelConfig
-from megagraph.planner.workload import Workload
+from megagraph.planner.workload import Workload, listed_scores
 
+PAIRED_NODES = 1 << 14  # of a sequence whose pairs are listed, at most
 MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before
 
 
@@ -23,13 +28,19 @@ class Point:
     config: ModelConfig
     targets: int
     feature_rows: int  # in all
+    num_super: int = 0  # of the nodes, where pairs are listed
+    pairs: int = 0  # that are listed in a sequence; 0: all attend to all
 
     def fields(self) -> dict[str, Any]:
-        config = self.config
+        config, columns, listed = self.config, float(self.nodes), {}
+        if self.pairs:
+            columns = listed_scores(self.nodes - self.num_super, self.num_super, self.pairs) / self.nodes
+            listed = {"num_super": self.num_super, "pairs": self.pairs}
         return {
+            **listed,
             "sequences": self.sequences,
             "rows": self.nodes,
-            "columns": self.nodes,
+            "columns": columns,
             "dim": config.dim,
             "ffn_dim": config.ffn_dim,
             "heads": config.heads,
@@ -44,25 +55,21 @@ class Point:
 
 def design(config: ModelConfig, workload: Workload, device: torch.device) -> list[Point]:
     """Sizes around those of the workload, small ones first: micro-batches, nodes, widths and heads."""
+    if workload.pairs:
+        return _design_of_pairs(config, workload)
     nodes = workload.num_nodes + workload.num_super
     most = workload.batch_sequences
     if device.type == "cpu":
         most = max(1, min(most, MAX_TOKENS // nodes))
     counts = sorted({max(1, most // part) for part in (1, 4, 16)})
     lengths = sorted({max(workload.num_nodes // cp, 1) + workload.num_super for cp in (1, 2, 4)})
-    widths = [(config.dim, config.heads)]
-    if config.dim % 2 == 0 and config.dim // 2 % config.heads == 0:
-        widths.append((config.dim // 2, config.heads))
-    if config.heads % 2 == 0:
-        widths.append((config.dim, config.heads // 2))
-    points = []
+    widths, points = _widths(config), []
     for dim, heads in widths:
         for length in lengths:
             for count in counts:
                 if (dim, heads) != widths[0] and (length not in (lengths[0], lengths[-1]) or count != counts[-1]):
                     continue
-                ffn_dim = max(1, config.ffn_dim * dim // config.dim)
-                shape = replace(config, layers=2, dim=dim, heads=heads, ffn_dim=ffn_dim)
+                shape = _of_width(config, dim, heads)
                 targets = max(1, min(workload.num_targets, length - workload.num_super))
                 per_sequence = length if workload.feature_rows is None else min(workload.feature_rows, length)
                 features = max(1, int(count * per_sequence))
@@ -70,6 +77,48 @@ def design(config: ModelConfig, workload: Workload, device: torch.device) -> lis
                     Point(sequences=count, nodes=length, config=shape, targets=targets, feature_rows=features)
                 )
     return sorted(points, key=lambda p: p.sequences * p.nodes * p.config.dim * (p.nodes + p.config.dim))
+
+
+def _widths(config: ModelConfig) -> list[tuple[int, int]]:
+    """The model's width and number of heads, and halves of them."""
+    widths = [(config.dim, config.heads)]
+    if config.dim % 2 == 0 and config.dim // 2 % config.heads == 0:
+        widths.append((config.dim // 2, config.heads))
+    if config.heads % 2 == 0:
+        widths.append((config.dim, config.heads // 2))
+    return widths
+
+
+def _of_width(config: ModelConfig, dim: int, heads: int) -> ModelConfig:
+    ffn_dim = max(1, config.ffn_dim * dim // config.dim)
+    return replace(config, layers=2, dim=dim, heads=heads, ffn_dim=ffn_dim)
+
+
+def _design_of_pairs(config: ModelConfig, workload: Workload) -> list[Point]:
+    """Sequences whose pairs are listed: time grows with nodes and pairs, and parts of a graph say what it takes."""
+    widths, points = _widths(config), []
+    degree = max(1, round(workload.pairs / workload.num_nodes))
+    lengths = {min(workload.num_nodes // 4**i, PAIRED_NODES // 4 ** (i - 1)) for i in (1, 2, 3)}
+    lengths = {min(max(length, 4 * degree), workload.num_nodes) for length in lengths}
+    for dim, heads in widths:
+        for length in sorted(lengths):
+            for times in (1, 4):
+                if ((dim, heads) != widths[0] and times > 1) or times * degree > length:
+                    continue
+                nodes = length + workload.num_super
+                features = nodes if workload.feature_rows is None else min(int(workload.feature_rows), nodes)
+                points.append(
+                    Point(
+                        sequences=1,
+                        nodes=nodes,
+                        config=_of_width(config, dim, heads),
+                        targets=min(workload.num_targets, length),
+                        feature_rows=max(1, features),
+                        num_super=workload.num_super,
+                        pairs=times * degree * length,
+                    )
+                )
+    return sorted(points, key=lambda p: p.nodes * p.config.dim**2 + p.pairs * p.config.dim)
 
 
 def of_every_width(points: list[Point]) -> list[Point]:
@@ -93,7 +142,10 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     config, m, n = point.config, point.sequences, point.nodes
     tokens = min(config.global_tokens, n - 1)
     assert tokens == config.global_tokens, "a sequence holds its global tokens and a node"
-    if config.bias == "bucket":
+    structure: Tensor | BorderedData
+    if point.pairs:
+        structure = _random_pairs(point, generator)
+    elif config.bias == "bucket":
         structure = torch.randint(0, config.bias_size, (m, n, n), dtype=torch.uint8, generator=generator)
     else:
         structure = torch.rand(m, config.bias_size, n, n, generator=generator)
@@ -104,4 +156,18 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
         "key_padding_mask": torch.zeros(m, n, dtype=torch.bool),
         "dropout_key": dropout_keys(0, 0, torch.arange(m)),
     }
-    return {name: x.to(device) for name, x in inputs.items()} | {"num_targets": point.targets}
+    layout = NodeLayout(n - point.num_super, point.num_super) if point.pairs else None
+    moved = {name: x.to(device) for name, x in inputs.items()}
+    return moved | {"num_targets": point.targets, "layout": layout}
+
+
+def _random_pairs(point: Point, generator: torch.Generator) -> BorderedData:
+    """Each node attends to those beside it, as near as clusters put them."""
+    rows, supers, kinds = point.nodes - point.num_super, point.num_super, point.config.bias_size
+    degree = point.pairs // rows
+    first = (torch.arange(rows) - degree // 2).clamp(0, rows - degree)
+    columns = (first[:, None] + torch.arange(degree)).flatten().int()
+    relation = Relation.of_rows(torch.arange(rows + 1) * degree, columns, rows, 1)
+    sizes = (len(columns),), (1, rows, supers), (1, supers, point.nodes)
+    buckets = (torch.randint(0, kinds, size, dtype=torch.uint8, generator=generator) for size in sizes)
+    return BorderedData(relation, *buckets)

@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from megagraph.attention.bias import BorderedData
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.measure.design import Point, random_inputs
 
@@ -53,7 +54,7 @@ def observe_memory(point: Point, device: torch.device) -> dict[str, Any]:
         from torch.distributed._tools.mem_tracker import MemTracker
 
         tracker = MemTracker()
-        tracker.track_external(model, optimizer, *(x for x in inputs.values() if isinstance(x, Tensor)))
+        tracker.track_external(model, optimizer, *_tensors(inputs))
 
         def current(kind: str = "current") -> int:
             return sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot(kind).values())
@@ -120,4 +121,12 @@ def _train(point: Point, device: torch.device) -> None:
 
 def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any]) -> int:
     state = (x for values in optimizer.state.values() for x in values.values())
-    return sum(x.nbytes for x in (*model.parameters(), *state, *inputs.values()) if isinstance(x, Tensor))
+    return sum(x.nbytes for x in (*model.parameters(), *state, *_tensors(inputs)) if isinstance(x, Tensor))
+
+
+def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
+    structure = inputs["structure"]
+    found = [x for x in inputs.values() if isinstance(x, Tensor)]
+    if isinstance(structure, BorderedData):
+        found += [structure.index, structure.super_columns, structure.super_rows, *structure.relation.lists.values()]
+    return found
