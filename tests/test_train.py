@@ -271,6 +271,7 @@ def test_command_line(tmp_path):
     done = Command("predict", out, "--out", tmp_path / "p.npy").finish()
     assert done.returncode == 0, done.stderr
     assert np.load(tmp_path / "p.npy").shape == (2000, 6)
+    assert Command("--version").finish().stdout == f"megagraph {mg.__version__}\n"
 
 
 @pytest.mark.parametrize(

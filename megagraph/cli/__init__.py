@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -90,6 +91,7 @@ def evaluate(
 def _defaults() -> TrainConfig:
     """Of the flags of train: with --resume those of the run, but for its layout where another --plan is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"megagraph {version('megagraph')}")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,9 +101,14 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     source = _SOURCES.get(dataset)
     if source is None and Path(dataset).is_dir():
         return open_store(Path(dataset))
+    source = source or _SOURCES.get(dataset.lower())  # PyG writes CiteSeer
     if source is None:
-        names = ", ".join(["synthetic", *_SOURCES])
-        raise ValueError(f"expected one of {names}, a path to an .npz file, or a store folder, got {dataset!r}")
+        names = ["synthetic", *_SOURCES]
+        meant = difflib.get_close_matches(dataset.lower(), names, n=1)
+        raise ValueError(
+            f"expected one of {', '.join(names)}, a path to an .npz file, or a store folder, got {dataset!r}"
+            + (f"; did you mean {meant[0]!r}?" if meant else "")
+        )
     if root is None:
         raise ValueError(f"expected a folder for {dataset}, got none; name it with --root")
     try:

@@ -175,7 +175,9 @@ def test_synthetic_graph_refuses_sizes(sizes):
 @pytest.mark.parametrize(
     ("dataset", "error", "message"),
     [
-        ("citseer", ValueError, "expected one of synthetic, citeseer, .*, got 'citseer'"),
+        ("citseer", ValueError, r"expected one of synthetic, citeseer, .*, got 'citseer'; did you mean 'citeseer'\?"),
+        ("xyzzy", ValueError, "got 'xyzzy'$"),
+        ("CiteSeer", ValueError, "expected a folder for CiteSeer, got none; name it with --root"),
         ("citeseer", ValueError, "expected a folder for citeseer, got none; name it with --root"),
         ("nowhere/to/be/found.npz", FileNotFoundError, "nowhere/to/be/found.npz"),
     ],
