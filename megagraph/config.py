@@ -24,10 +24,12 @@ AUTO = Path("auto")
 LAYOUT_FIELDS = (
     "plan", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
 )  # fmt: skip
+# what guides a search of them
+_SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib")
 # what the numbers of a run do not depend on
 FREE_FIELDS = (
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
-    "bad_steps", "timeout", "trace", "pp", "cp", "dp", "memory_gib", *LAYOUT_FIELDS,
+    "bad_steps", "timeout", "trace", *_SEARCH_FIELDS, *LAYOUT_FIELDS,
 )  # fmt: skip
 
 _AT_MOST = {"seed": (1 << 63) - 1, "workers": 1024, "channels": 1024}  # others fit into 32 bits
@@ -152,7 +154,7 @@ class TrainConfig:
 
     plan: str = "1,1,1"
     """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp.
-    auto: measure this machine and take the fastest plan that fits."""
+    auto: measure this machine and take the fastest plan that fits. PLAN.json: of megagraph search --out, or a run."""
     pp: int | None = None
     """With --plan auto: no other number of pipeline stages; so with cp and dp."""
     cp: int | None = None
@@ -184,6 +186,8 @@ class TrainConfig:
         for name in ("root", "out", "resume", "weights"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        if self.plan.endswith(".json"):
+            self._take_plan_file()
         self._check_numbers()
         at_least = {
             1: ("batch_size", "epochs", "keep", "bad_steps"),
@@ -265,6 +269,18 @@ class TrainConfig:
             checkpoint=self.checkpoint,
             shard=self.shard,
         )
+
+    def _take_plan_file(self) -> None:
+        """In place of the file, the fields of its plan."""
+        names = [name for name in (*LAYOUT_FIELDS, *_SEARCH_FIELDS) if name != "plan"]
+        given = [name for name in names if getattr(self, name) != getattr(TrainConfig, name)]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} must not be given beside --plan {self.plan}, which says all of a plan"
+            )
+        told = replace(self, plan=TrainConfig.plan).with_plan(Plan.load(self.plan))
+        for name in ("plan", *names):
+            object.__setattr__(self, name, getattr(told, name))
 
     def with_plan(self, plan: Plan) -> TrainConfig:
         """The same training under this plan, which ``parallel_plan`` then gives back; what guided a search is gone."""

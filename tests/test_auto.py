@@ -76,6 +76,21 @@ def test_a_plan_goes_through_the_fields_of_a_configuration_and_comes_back(plan):
     assert mg.TrainConfig().with_plan(mg.Plan()) == mg.TrainConfig()
 
 
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_plan_comes_from_its_file(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    config = mg.TrainConfig(plan=str(tmp_path / "plan.json"), seed=3)
+    assert config == mg.TrainConfig(seed=3).with_plan(plan) and config.parallel_plan() == plan
+
+
+def test_flags_beside_the_file_of_a_plan(tmp_path):
+    mg.Plan(cp=2).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"comm, dp must not be given beside --plan .*plan\.json, which says all"):
+        mg.TrainConfig(plan=str(tmp_path / "plan.json"), comm="allgather", dp=2)
+    with pytest.raises(FileNotFoundError):
+        mg.TrainConfig(plan=str(tmp_path / "nothing.json"))
+
+
 def test_every_candidate_of_a_search_comes_back_too(rows):
     cost = mg.planner.fit(rows)
     for candidate in mg.planner.search(cost, cost.model, 4, 64 * 2**30).candidates:
