@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from torch_geometric.data import Data
 
 import megagraph as mg
 from megagraph import epochs
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Split
+from megagraph.data.store import write_store
 from megagraph.epochs import schedule
 from megagraph.evaluate import choose_split
 from megagraph.run import Run
@@ -129,7 +131,6 @@ def test_biases_learn_at_a_rate_of_their_own_and_do_not_decay(tmp_path, graph, s
 
 
 def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
-    from torch_geometric.data import Data
 
     adjacency = graph.adjacency.tocoo()
     data = Data(
@@ -253,6 +254,18 @@ def test_bad_prediction(tmp_path, graph):
     other = synthetic_graph(num_nodes=300, num_classes=3, in_features=16, seed=1)
     with pytest.raises(ValueError, match="a vector for every node of the graph it was trained on, and this graph has"):
         mg.predict(tmp_path / "learned", other)
+
+
+@pytest.mark.parametrize("batching", ["ego", "full"])
+def test_a_graph_without_labels_is_predicted_and_not_trained_on(batching, tmp_path, graph):
+    mg.Trainer(config(tmp_path, max_steps=1, batching=batching)).fit(graph)
+    x, edge_index = torch.from_numpy(graph.features), torch.from_numpy(np.stack(graph.adjacency.nonzero()))
+    found = mg.predict(tmp_path / "run", Data(x=x, edge_index=edge_index))
+    np.testing.assert_array_equal(found, mg.predict(tmp_path / "run", graph))
+    write_store(mg.Graph.from_data(Data(x=x, edge_index=edge_index)), tmp_path / "store")
+    np.testing.assert_array_equal(found, mg.predict(tmp_path / "run", dataset=str(tmp_path / "store")))
+    with pytest.raises(ValueError, match=r"the train part of the split is empty; .* too few labelled nodes"):
+        mg.Trainer(config(tmp_path, out=tmp_path / "other")).fit(Data(x=x, edge_index=edge_index))
 
 
 def test_a_loss_that_explodes_is_named(tmp_path, graph):

@@ -53,8 +53,6 @@ def check_arrays(
         else:
             rule = _range(path, 0, nodes - 1)
         _read(path, opened[name], header["arrays"][name], rule)
-    if arrays["labels"].max() < 0:
-        raise ValueError(f"expected labelled nodes, got -1 everywhere in {folder}/labels.npy; add labels to train on")
 
 
 def _read(path: Path, file: BufferedReader, expected: dict[str, Any], rule: _Rule) -> None:

@@ -162,13 +162,14 @@ def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) 
     size = np.bincount(parts)
     inside = _edges_inside(graph, parts) if edges is None else int(edges.diagonal().sum(dtype=np.float64))
     labelled = graph.labels >= 0
-    pairs = parts[labelled].astype(np.int64) * graph.num_classes + graph.labels[labelled]
-    by_class = np.bincount(pairs, minlength=len(size) * graph.num_classes).reshape(len(size), -1)
+    classes = max(graph.num_classes, 1)  # of a graph to predict none may be known
+    pairs = parts[labelled].astype(np.int64) * classes + graph.labels[labelled]
+    by_class = np.bincount(pairs, minlength=len(size) * classes).reshape(len(size), -1)
     return Quality(
         parts=len(size),
         edge_cut=(graph.num_edges - inside) / max(graph.num_edges, 1),
         balance=float(size.max() / size.mean()),
-        homophily=float(by_class.max(axis=1).sum() / labelled.sum()),
+        homophily=float(by_class.max(axis=1).sum() / max(labelled.sum(), 1)),
     )
 
 

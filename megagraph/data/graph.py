@@ -78,8 +78,6 @@ class Graph:
             raise ValueError(
                 f"expected at most {MAX_CLASSES:,} classes, got {self.num_classes:,}; number them without gaps"
             )
-        if high < 0:
-            raise ValueError("expected labelled nodes, got -1 everywhere; add labels to train on")
         if self.split is not None:
             for part in PARTS:
                 nodes = getattr(self.split, part)
@@ -141,9 +139,9 @@ class Graph:
         """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
 
         Args:
-            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and ``y`` [V] or [V, 1] integer tensors;
-                optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n]. Or (graph,
-                labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
+            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and, to train on, ``y`` [V] or [V, 1] integer
+                tensors; optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n].
+                Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
                 Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
                 refused, and so are several labels a node.
             seed: takes split number ``seed`` modulo n.
@@ -151,7 +149,8 @@ class Graph:
         if isinstance(data, tuple):
             graph, labels = data
             return cls.from_arrays(name, graph["node_feat"], graph["edge_index"], labels)
-        x, edge_index, y = (_attribute(data, key) for key in ("x", "edge_index", "y"))
+        x, edge_index = (_attribute(data, key) for key in ("x", "edge_index"))
+        y = np.full(len(x) if x.ndim else 0, -1) if getattr(data, "y", None) is None else _attribute(data, "y")
         for key in ("edge_weight", "edge_attr"):
             if getattr(data, key, None) is not None:
                 check_unweighted(f"data.{key}", _attribute(data, key))
@@ -221,7 +220,8 @@ def _attribute(data: Any, key: str) -> Any:
     value = getattr(data, key, None)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x, edge_index and y"
+            f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x and edge_index, and y to "
+            "train on"
         )
     if value.layout == torch.strided:
         return value.numpy(force=True)

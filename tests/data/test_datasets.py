@@ -92,7 +92,7 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
     ("changes", "message"),
     [
         ({"x": None}, "expected data.x to be a tensor, got NoneType"),
-        ({"y": None}, "expected data.y to be a tensor, got NoneType"),
+        ({"y": [0, 1, 0, 1]}, "expected data.y to be a tensor, got list"),
         ({"edge_index": None}, "expected data.edge_index to be a tensor, got NoneType"),
         ({"x": torch.ones(0, 2), "y": torch.ones(0).long(), "edge_index": torch.ones(2, 0).long()}, "empty graph"),
         ({"edge_index": torch.ones(2, 3).long()}, "expected a graph with edges, got none"),
@@ -106,7 +106,6 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
         ({"y": torch.ones(4, 3).long()}, "got multi-label y of shape [4, 3]"),
         ({"y": torch.ones(4)}, "expected integer labels, got float32"),
         ({"y": torch.tensor([0, 1, -2, 1])}, "expected labels in 0..1, or -1 for unlabelled, got -2..1"),
-        ({"y": -torch.ones(4).long()}, "expected labelled nodes, got -1 everywhere"),
         (
             {f"{part}_mask": torch.ones(5, dtype=torch.bool) for part in ("train", "val", "test")},
             "expected the train part of the split in 0..3, got 0..4",

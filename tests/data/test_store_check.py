@@ -61,7 +61,6 @@ WRONG = {
     "a self loop": ("indices", loop, r"got 0 in row 0 of .*indices\.npy"),
     "a class that is not there": ("labels", put(3, CLASSES), r"expected .*labels\.npy in -1\.\.5, got 0\.\.6"),
     "a class below -1": ("labels", put(3, -2), r"expected .*labels\.npy in -1\.\.5, got -2\.\.5"),
-    "no labels": ("labels", lambda x: x * 0 - 1, r"expected labelled nodes, got -1 everywhere in .*labels\.npy"),
     "a split beyond the nodes": ("val", put(-1, NODES), r"expected .*val\.npy in 0\.\.299, got 200\.\.300"),
     "a negative split": ("train", put(0, -1), r"expected .*train\.npy in 0\.\.299, got -1\.\.199"),
     "NaN": ("features", put((17, 6), np.nan), r"got nan in feature 6 of node 17 of .*features\.npy; clean it"),
