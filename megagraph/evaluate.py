@@ -217,25 +217,31 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     Args:
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
-        out: a file to write them to as .npy, a batch at a time; the result is then mapped from it. One in the run
-            folder must not be a file of the run.
+        out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv, a line a
+            node with its number, its likeliest class, and the probability of each. One in the run folder must not be a
+            file of the run.
         changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
             because the run says so is printed.
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
         FileExistsError: ``out`` is a file of the run, or a link.
-        ValueError: a file of the run is damaged; the graph does not have the features that the model was trained on,
-            or, for a learned embedding, is another graph.
+        ValueError: ``out`` is no .npy or .csv; a file of the run is damaged; the graph does not have the features that
+            the model was trained on, or, for a learned embedding, is another graph.
     """
     if out is not None:
         Run.open(run).check_output(Path(out))
+        if Path(out).suffix not in (".npy", ".csv"):
+            raise ValueError(f"out must end in .npy or .csv, got {out}")
     opened = open_run(run, data, changes)
     config, graph, pipeline = opened.config, opened.graph, opened.pipeline
     nodes = np.arange(graph.num_nodes)
     loader = make_loader(config, batches(config, graph), nodes)
-    if out is None:
-        return class_probabilities(pipeline, loader)
+    if out is None or Path(out).suffix == ".csv":
+        probabilities = class_probabilities(pipeline, loader)
+        if out is not None:
+            _write_csv(Path(out), probabilities)
+        return probabilities
     shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
         probabilities = np.lib.format.open_memmap(file.name, mode="w+", dtype=np.float32, shape=shape)
@@ -246,3 +252,11 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
             probabilities[found.cpu().numpy()] = _mean(total.cpu().numpy())
         probabilities.flush()
     return probabilities
+
+
+def _write_csv(path: Path, probabilities: np.ndarray) -> None:
+    nodes, classes = probabilities.shape
+    table = np.column_stack([np.arange(nodes), probabilities.argmax(axis=1), probabilities])
+    names = ",".join(["node", "class", *(f"probability_{i}" for i in range(classes))])
+    with files.replacing(path) as file:
+        np.savetxt(file, table, ["%d", "%d", *["%.6g"] * classes], ",", header=names, comments="")

@@ -284,6 +284,14 @@ def test_command_line(tmp_path):
     done = Command("predict", out, "--out", tmp_path / "p.npy").finish()
     assert done.returncode == 0, done.stderr
     assert np.load(tmp_path / "p.npy").shape == (2000, 6)
+    assert Command("predict", out, "--out", tmp_path / "p.csv").finish().returncode == 0
+    head, *lines = (tmp_path / "p.csv").read_text().splitlines()
+    assert head == "node,class," + ",".join(f"probability_{i}" for i in range(6)) and len(lines) == 2000
+    found, table = np.load(tmp_path / "p.npy"), np.loadtxt(lines, delimiter=",")
+    np.testing.assert_array_equal(table[:, :2], np.stack([np.arange(2000), found.argmax(axis=1)], axis=1))
+    np.testing.assert_allclose(table[:, 2:], found, rtol=1e-5)
+    done = Command("predict", out, "--out", tmp_path / "p.parquet").finish()
+    assert done.returncode == 1 and "out must end in .npy or .csv, got" in done.stderr
     assert Command("--version").finish().stdout == f"megagraph {mg.__version__}\n"
 
 

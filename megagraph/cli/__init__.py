@@ -53,7 +53,7 @@ def predict(
 
     Args:
         run: run folder of ``megagraph train``.
-        out: file to write, fp32 [V, classes] as .npy; default RUN/probabilities.npy.
+        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv; default RUN/probabilities.npy.
     """
 
     def job() -> None:
