@@ -2,11 +2,12 @@
 
     python -m bench.pair_tiles --root DATA [--sets computers pubmed]
 
-Pairs are those within one hop, as ``--batching full --hops 1 --top 0`` cuts and orders them; heads are 8 of 16 numbers
-in bf16, the bias is a table. A pair that exists costs what its tiles compute: instructions in SASS a computed pair (the
-kernels are compiled here, nothing runs) times computed pairs an existing one, and bytes of rows that tiles gather.
-Beside tiles of 16, 32 and 64 rows stands a walk of lists, a row at a time, with all its heads on the tensor cores: its
-instructions are those of bench/results/compile/list_walk.json, of kernels that tiles took the place of.
+Pairs are those within one hop, as ``--batching full --hops 1 --top 0`` cuts and orders them; heads are 8 of 16, then of
+64 numbers in bf16, the bias is a table. A pair that exists costs what its tiles compute: instructions in SASS a
+computed pair (the kernels are compiled here, nothing runs) times computed pairs an existing one, and bytes of rows that
+tiles gather. Beside tiles of 16, 32 and 64 rows stands a walk of lists, a row at a time, with all its heads on the
+tensor cores: its instructions are those of bench/results/compile/list_walk.json, of kernels that tiles took the place
+of.
 
 Seconds of forward and backward are of one layer, as if one unit alone worked: issue of instructions, at ``LIKELY`` of
 all slots as in ``bench.predict``, or L2, from where every gathered row is read once a tile. Rows of a set go to
@@ -34,27 +35,28 @@ from megagraph.kernels import tiles
 from megagraph.kernels.variants import Variant
 
 SETS = ("citeseer", "pubmed", "computers", "tolokers", "wordnet30", "debian12")
-HEIGHTS, WIDTH, HEADS, HEAD_DIM = (16, 32, 64), 32, 8, 16
-ROW = 2 * HEADS * HEAD_DIM  # bytes
+HEIGHTS, HEADS = (16, 32, 64), 8
+WIDTHS = {16: 32, 64: 16}  # gathered rows of a tile, by numbers of a head
 
 
-def instructions(height: int) -> dict[str, float]:
-    """A computed pair of a head, of tiles of so many rows."""
-    chosen = tiles.choose_pairs
-    tiles.choose_pairs = lambda *of: {**chosen(*of), "BLOCK_M": height, "BLOCK_N": WIDTH}  # type: ignore[assignment]
+def instructions(height: int, head_dim: int) -> dict[str, float]:
+    """A computed pair of a head, of tiles of so many rows, and spills in loops."""
+    chosen, size = tiles.choose_pairs, {"BLOCK_M": height, "BLOCK_N": WIDTHS[head_dim]}
+    tiles.choose_pairs = lambda *of: {**chosen(*of), **size}  # type: ignore[assignment]
     try:
-        variants = {name: Variant(name, "bucket", head_dim=HEAD_DIM, path="listed") for name in ("fwd", "bwd")}
+        variants = {name: Variant(name, "bucket", head_dim=head_dim, path="listed") for name in ("fwd", "bwd")}
         rows = {name: compile_variant("sm_90", variant) for name, variant in variants.items()}
     finally:
         tiles.choose_pairs = chosen
-    return {name: row["total"] for name, row in rows.items()} | {"spills": sum(row["spills"] for row in rows.values())}
+    spills = sum(loop["spills"] for row in rows.values() for loop in row["loops"])
+    return {name: row["total"] for name, row in rows.items()} | {"spills": spills}
 
 
-def of_tiles(starts: np.ndarray, columns: np.ndarray, height: int) -> tuple[float, float]:
+def of_tiles(starts: np.ndarray, columns: np.ndarray, height: int, width: int) -> tuple[float, float]:
     """Computed pairs, and gathered rows, for each that exists."""
     blocks = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) // height
     named = np.unique(blocks * np.int64(len(starts)) + columns) // len(starts)
-    in_tiles = -(-np.bincount(named) // WIDTH) * WIDTH
+    in_tiles = -(-np.bincount(named) // width) * width
     return in_tiles.sum() * height / len(columns), len(named) / len(columns)
 
 
@@ -63,10 +65,12 @@ def of_lists(starts: np.ndarray, at_once: int) -> float:
     return (-(-np.diff(starts) // at_once) * at_once).sum() / starts[-1]
 
 
-def cost(pairs: int, computed: float, gathered: float, counts: dict[str, float], number_bytes: float) -> dict[str, Any]:
+def cost(
+    pairs: int, computed: float, gathered: float, counts: dict[str, float], head_dim: int, number_bytes: float
+) -> dict[str, Any]:
     """Of a layer: rows of k and v forward and by row, of q and d_out with lse and delta by key."""
-    rates = RATES[DEVICE]
-    bytes_ = {"fwd": gathered * 2 * ROW + number_bytes, "bwd": gathered * (4 * ROW + 8 * HEADS) + 2 * number_bytes}
+    rates, row = RATES[DEVICE], 2 * HEADS * head_dim  # bytes
+    bytes_ = {"fwd": gathered * 2 * row + number_bytes, "bwd": gathered * (4 * row + 8 * HEADS) + 2 * number_bytes}
     issue = sum(counts[name] for name in bytes_) * computed * pairs * HEADS / (LIKELY * rates.issue)
     l2 = sum(bytes_.values()) * pairs / L2
     return {
@@ -81,41 +85,56 @@ def cost(pairs: int, computed: float, gathered: float, counts: dict[str, float],
     }
 
 
-def walks() -> dict[int, dict[str, float]]:
+def walks(head_dim: int) -> dict[int, dict[str, float]]:
     """Instructions of the walk of lists, by how many pairs it takes at a time."""
     rows = json.loads((RESULTS / "compile" / "list_walk.json").read_text(encoding="utf-8"))
-    rows = [row for row in rows if (row["form"], row["head_dim"]) == ("bucket", HEAD_DIM)]
+    rows = [row for row in rows if (row["form"], row["head_dim"]) == ("bucket", head_dim)]
     return {n: {row["kernel"]: row["total"] for row in rows if row["pairs_at_once"] == n} for n in (16, 32)}
+
+
+def layouts(
+    starts: np.ndarray, columns: np.ndarray, head_dim: int, compiled: dict[int, dict[str, float]]
+) -> list[dict[str, Any]]:
+    """What a layer takes by each of them."""
+    pairs, rows = len(columns), []
+    for height, counts in compiled.items():
+        computed, gathered = of_tiles(starts, columns, height, WIDTHS[head_dim])
+        of_pairs = cost(pairs, computed, gathered, counts, head_dim, computed + 4 * computed / height)
+        rows.append({"layout": f"tiles of {height}", "a_computed_pair": counts, **of_pairs})
+    walk = [cost(pairs, of_lists(starts, n), 1.0, counts, head_dim, 5.0) for n, counts in walks(head_dim).items()]
+    return [*rows, {"layout": "lists", **min(walk, key=lambda row: row["issue_ms"])}]
+
+
+def _line(row: dict[str, Any]) -> str:
+    passes = "; ".join(
+        f"{name} {row['instructions'][name]:6.1f} instructions, {row['bytes'][name]:5.0f} bytes"
+        for name in row["bytes"]
+    )
+    spills = " SPILLS" if row.get("a_computed_pair", {}).get("spills") else ""
+    return (
+        f"  {row['layout']:12} computed {row['computed']:5.1f}, gathered {row['gathered_rows']:.2f}; {passes}; issue "
+        f"{row['issue_ms']:.3f} ms, L2 {row['l2_ms']:.3f} ms: {row['binds']}{spills}"
+    )
 
 
 def main(root: Path, sets: tuple[str, ...] = SETS) -> None:
     """Count, print a table, and write the rows."""
-    compiled, lists = {height: instructions(height) for height in HEIGHTS}, walks()
+    compiled = {D: {height: instructions(height, D) for height in HEIGHTS} for D in WIDTHS}
     for name in sets:
         builder = batches(CONFIG, graph_of(name, root))
         assert isinstance(builder, FullBatches)
-        relation = builder.structure.relation
+        relation, found = builder.structure.relation, []
         starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
-        pairs = len(columns)
-        rows: list[dict[str, Any]] = []
-        for height, counts in compiled.items():
-            computed, gathered = of_tiles(starts, columns, height)
-            of_pairs = cost(pairs, computed, gathered, counts, computed + 4 * computed / height)
-            rows.append({"layout": f"tiles of {height}", "a_computed_pair": counts, **of_pairs})
-        walk = [cost(pairs, of_lists(starts, n), 1.0, counts, 5.0) for n, counts in lists.items()]
-        rows.append({"layout": "lists", **min(walk, key=lambda row: row["issue_ms"])})
-        print(f"{name}: {len(starts) - 1:,} nodes, {pairs:,} pairs")
-        for row in rows:
-            row |= {"set": Path(name).name, "pairs": pairs, "unit": "instructions and bytes an existing pair"}
-            print(
-                f"  {row['layout']:12} computed {row['computed']:5.1f}, gathered {row['gathered_rows']:.2f}; forward "
-                f"{row['instructions']['fwd']:6.1f} instructions, {row['bytes']['fwd']:5.0f} bytes; backward "
-                f"{row['instructions']['bwd']:6.1f}, {row['bytes']['bwd']:5.0f}; issue {row['issue_ms']:.3f} ms, L2 "
-                f"{row['l2_ms']:.3f} ms: {row['binds']}"
-            )
-        best = min(rows, key=lambda row: row["ms"])
-        print(f"  best: {best['layout']}")
-        write_rows(Path(name).name, rows, folder="compile/pair_tiles")
+        for head_dim, counts in compiled.items():
+            print(f"{name}: {len(starts) - 1:,} nodes, {len(columns):,} pairs, heads of {head_dim}")
+            rows = layouts(starts, columns, head_dim, counts)
+            for row in rows:
+                row |= {"set": Path(name).name, "pairs": len(columns), "head_dim": head_dim}
+                row["unit"] = "instructions and bytes an existing pair"
+                print(_line(row))
+            print(f"  least: {min(rows, key=lambda row: row['ms'])['layout']}")
+            found += rows
+        write_rows(Path(name).name, found, folder="compile/pair_tiles")
 
 
 if __name__ == "__main__":

@@ -45,25 +45,25 @@ def launch_pairs_bwd(
         d_learned += partials.sum(dim=0).flatten(0, 1)[:H, :num_learned]
 
 
-def _blocks(q: Tensor) -> dict[str, int]:
-    return tiles.choose_pairs(q.shape[1], q.element_size(), q.shape[3])
+def _blocks(step: Step, q: Tensor) -> dict[str, int]:
+    return tiles.choose_pairs(step.form, q.shape[1], q.element_size(), q.shape[3])
 
 
-def _size(q: Tensor) -> tuple[int, int]:
+def _size(step: Step, q: Tensor) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N."""
-    blocks = _blocks(q)
+    blocks = _blocks(step, q)
     return blocks["BLOCK_M"], blocks["BLOCK_N"]
 
 
 def _row_tiles(step: Step, q: Tensor) -> Tiles:
     assert step.row_starts is not None and step.columns is not None
-    size, buckets = _size(q), step.data if step.form == "bucket" else None
+    size, buckets = _size(step, q), step.data if step.form == "bucket" else None
     return tiles_of(step.row_starts, step.columns, None, _num_columns(step, q), q.shape[2], size, buckets)
 
 
 def _key_tiles(step: Step, q: Tensor) -> Tiles:
     assert step.key_starts is not None and step.key_rows is not None
-    size, buckets = _size(q), step.data if step.form == "bucket" else None
+    size, buckets = _size(step, q), step.data if step.form == "bucket" else None
     return tiles_of(step.key_starts, step.key_rows, step.key_pairs, q.shape[2], _num_columns(step, q), size, buckets)
 
 
@@ -93,7 +93,7 @@ def _operands(
 
 def _walk(step: Step, q: Tensor, of: Tiles, own: int) -> Walk:
     """``of`` in tiles; ``own``: rows, or columns, of a sequence."""
-    columns, blocks = _num_columns(step, q), triton.cdiv(own, _size(q)[0])
+    columns, blocks = _num_columns(step, q), triton.cdiv(own, _size(step, q)[0])
     return Walk(
         starts=of.starts,
         others=of.others,
@@ -110,7 +110,7 @@ def _walk(step: Step, q: Tensor, of: Tiles, own: int) -> Walk:
 @planned
 def _launch_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, state: State, of_rows: Tiles) -> None:
     B, H, M, _ = q.shape
-    blocks = _blocks(q)
+    blocks = _blocks(step, q)
     operands = _operands(recorder, step, blocks["GROUP"], q, k, v, state.out)
     walk = _walk(step, q, of_rows, M)
     softmax = Softmax(state.m, state.l, state.acc, strided(state.out), state.lse)
@@ -136,14 +136,14 @@ def _launch_bwd(
     if of is not None:
         row_delta(recorder, gradients.d_out, gradients.delta, of)
     others = (gradients.d_out, gradients.dq, gradients.dk, gradients.dv)
-    operands = _operands(recorder, step, _blocks(q)["GROUP"], q, k, v, *others)
+    operands = _operands(recorder, step, _blocks(step, q)["GROUP"], q, k, v, *others)
     _keys(recorder, operands, step, q, gradients, of_keys)
     return _rows(recorder, operands, step, q, gradients, of_rows)
 
 
 def _keys(recorder: Recorder, operands: Operands, step: Step, q: Tensor, gradients: Gradients, of_keys: Tiles) -> None:
     B, H, _, _ = q.shape
-    blocks = _blocks(q)
+    blocks = _blocks(step, q)
     block = blocks["BLOCK_M"]
     ends = ((column // block, (column + length - 1) // block) for _, column, length in step.segments if length)
     num_blocks = sum(last - first + 1 for first, last in ends)
@@ -161,7 +161,7 @@ def _rows(
 ) -> Tensor | None:
     B, H, M, _ = q.shape
     d_learned = gradients.d_learned
-    blocks = _blocks(q)
+    blocks = _blocks(step, q)
     group = blocks["GROUP"]
     groups = triton.cdiv(H, group)
     walk, d_pairs, partials, block_r = _walk(step, q, of_rows, M), None, None, 0

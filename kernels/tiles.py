@@ -122,9 +122,10 @@ def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plai
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_pairs(H: int, itemsize: int, D: int) -> dict[str, int]:
+def choose_pairs(form: str, H: int, itemsize: int, D: int) -> dict[str, int]:
     """Tiles of listed pairs, by what they compile to: no spills, then the fewest instructions. BLOCK_M rows of GROUP
-    heads, which share the numbers of pairs, and BLOCK_N gathered ones at a time; ``pair_tiles`` has as many."""
+    heads, which share the numbers of pairs, and BLOCK_N gathered ones at a time; ``pair_tiles`` has as many. More rows
+    gather less and compute more: wider heads, of which bytes are more, take twice as many."""
     row = itemsize * max(16, triton.next_power_of_2(D))  # bytes
     group = 8 if row <= 32 else 4 if row <= 256 else 1
     if itemsize == 4 and row > 64:
@@ -133,7 +134,9 @@ def choose_pairs(H: int, itemsize: int, D: int) -> dict[str, int]:
         group = 8
     group = min(group, triton.next_power_of_2(H))
     warps = 2 if itemsize == 2 and group == 2 else 4
-    return {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": 32 if row <= 128 else 16, "num_warps": warps, "num_stages": 1}
+    tall = itemsize == 2 and 32 < row <= 128 and form != "projected"
+    block_n = 32 if row <= (64 if tall else 128) else 16
+    return {"GROUP": group, "BLOCK_M": 32 if tall else 16, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
 
 
 def has_halves(arch: str) -> bool:
