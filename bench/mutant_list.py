@@ -146,8 +146,8 @@ AUDITED = (
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = work.batch_sequences * work.rows * work.columns * pair_bytes",
-        "data = work.batch_sequences * work.columns * work.columns * pair_bytes",
+        "data = work.rows * work.columns * pair_bytes",
+        "data = work.columns * work.columns * pair_bytes",
     ),
     Mutant(
         "bytes of an all-reduce",

@@ -69,12 +69,11 @@ def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
 def shared_bytes(rates: Rates, work: RankWork) -> float:
     """What a rank holds once, however many stages and layers: the batch's data, workspace, ring buffers."""
     plan, config = work.plan, work.config
-    data = work.batch_sequences * (
-        listed_bytes(work.rows, work.num_super, work.pairs)
-        if work.pairs
-        else work.rows * work.columns * (1 if config.bias == "bucket" else 4 * config.bias_size)
-    )
-    total = data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
+    pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
+    data = work.rows * work.columns * pair_bytes
+    if work.pairs:
+        data = listed_bytes(work.rows, work.num_super, work.pairs)
+    total = work.batch_sequences * data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
     if plan.cp > 1 and plan.comm == "allgather":
         total += plan.cp * work.block_bytes  # the gradients of k and v of all nodes
     elif plan.comm == "halo":

@@ -147,11 +147,13 @@ def test_one_relation_for_several_sequences(form, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("sizes", [(8, 16), (3, 40), (20, 3)])  # heads that fill a program, or not
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(  # heads that fill a program, or not
+    ("dtype", "sizes"),
+    [(torch.float32, (3, 40)), (torch.bfloat16, (8, 16)), (torch.bfloat16, (20, 3)), (torch.float16, (3, 40))],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_other_dtypes_are_as_good_as_eager(form, dtype, sizes, impl):
-    given = problem(form, "hub", H=sizes[0], M=50, N=90, D=sizes[1], dtype=dtype, dropout_p=0.2)[1]
+    given = problem(form, "hub", H=sizes[0], M=40, N=70, D=sizes[1], dtype=dtype, dropout_p=0.2)[1]
     assert_matches(run(given, impl), given)
 
 

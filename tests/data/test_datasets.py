@@ -81,8 +81,8 @@ def test_from_data_takes_a_pyg_data():
     from torch_geometric.data import Data
 
     assert Graph.from_data(Data(**vars(data())), "mine").name == "mine"
-    with pytest.raises(ValueError, match=r"expected data\.y to be a tensor, got NoneType"):
-        Graph.from_data(Data(x=torch.ones(2, 1), edge_index=torch.zeros(2, 1, dtype=torch.long)))
+    unlabelled = Graph.from_data(Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]])))
+    assert unlabelled.labels.tolist() == [-1, -1] and unlabelled.num_classes == 0
 
 
 NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
