@@ -116,6 +116,8 @@ def test_pairs(size, direction, contender, pedantic, record, request):
         check(launch_of(attend, given, True)(), given)
     row = {"series": "pairs", "contender": contender, "direction": direction, "unit": "s", "form": "bucket"}
     row |= {
+        "B": 1,
+        "M": size[0],
         "N": size[0],
         "pairs": len(given.keys),
         "H": HEADS,
