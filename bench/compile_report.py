@@ -158,15 +158,16 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
 
 @contextmanager
 def fixed_tiles(tiles: dict[str, dict[str, int]]) -> Iterator[None]:
-    """Launches of these kernels take these tiles instead of the table's."""
+    """Launches of these kernels take these tiles instead of the table's; of listed pairs, "pairs", these sizes."""
     from megagraph.kernels import tiles as table
 
-    choose = table.choose
+    choose, choose_pairs = table.choose, table.choose_pairs
     table.choose = lambda kernel, *args: tiles.get(kernel) or choose(kernel, *args)
+    table.choose_pairs = lambda *args: choose_pairs(*args) | tiles.get("pairs", {})
     try:
         yield
     finally:
-        table.choose = choose
+        table.choose, table.choose_pairs = choose, choose_pairs
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from bench.provenance import RESULTS, write_rows
 from bench.sparse_attention import graph_of
 from megagraph.data.full import FullBatches
 from megagraph.evaluate import batches
-from megagraph.kernels import tiles
 from megagraph.kernels.variants import Variant
 
 SETS = ("citeseer", "pubmed", "computers", "tolokers", "wordnet30", "debian12")
@@ -41,13 +40,9 @@ WIDTHS = {16: 32, 64: 16}  # gathered rows of a tile, by numbers of a head
 
 def instructions(height: int, head_dim: int) -> dict[str, float]:
     """A computed pair of a head, of tiles of so many rows, and spills in loops."""
-    chosen, size = tiles.choose_pairs, {"BLOCK_M": height, "BLOCK_N": WIDTHS[head_dim]}
-    tiles.choose_pairs = lambda *of: {**chosen(*of), **size}  # type: ignore[assignment]
-    try:
-        variants = {name: Variant(name, "bucket", head_dim=head_dim, path="listed") for name in ("fwd", "bwd")}
-        rows = {name: compile_variant("sm_90", variant) for name, variant in variants.items()}
-    finally:
-        tiles.choose_pairs = chosen
+    size = {"pairs": {"BLOCK_M": height, "BLOCK_N": WIDTHS[head_dim]}}
+    variants = {name: Variant(name, "bucket", head_dim=head_dim, path="listed") for name in ("fwd", "bwd")}
+    rows = {name: compile_variant("sm_90", variant, size) for name, variant in variants.items()}
     spills = sum(loop["spills"] for row in rows.values() for loop in row["loops"])
     return {name: row["total"] for name, row in rows.items()} | {"spills": spills}
 

@@ -85,16 +85,20 @@ def ours(edges: Tensor, buckets: Tensor, num_nodes: int) -> Attend:
 
 
 def message_passing(edges: Tensor, buckets: Tensor, num_nodes: int) -> Attend:
-    rows, columns = edges
     buckets = buckets.long()
 
     def attend(inputs: Inputs) -> Tensor:
         q, k, v = (x.view(-1, HEADS, HEAD_DIM) for x in inputs[:3])
-        scores = (q[rows] * k[columns]).sum(dim=-1) * HEAD_DIM**-0.5 + inputs[3].t()[buckets]
-        p = softmax(scores, rows, num_nodes=num_nodes)
-        return torch.zeros_like(q).index_add(0, rows, p.unsqueeze(-1) * v[columns]).flatten(1)
+        return along_edges(q, k, v, inputs[3].t()[buckets], *edges).flatten(1)
 
     return attend
+
+
+def along_edges(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Attention [V, H, D] of pairs with a bias [E, H], by message passing alone."""
+    scores = (q[rows] * k[columns]).sum(dim=-1) * q.shape[-1] ** -0.5 + bias
+    p = softmax(scores, rows, num_nodes=len(q))
+    return torch.zeros_like(q).index_add(0, rows, p.unsqueeze(-1) * v[columns])
 
 
 class _Slice(nn.Module):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from megagraph.kernels.backward import write_heads
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.halves import equal
 from megagraph.kernels.tile import (
@@ -28,7 +29,6 @@ from megagraph.kernels.tile import (
     dot,
     exp,
     head_ptr,
-    heads_ptrs,
     hide_of_heads,
     load_heads,
     load_lse,
@@ -102,6 +102,21 @@ def _weights(x, heads, dtype: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def one_hot(x, bucket, codes, WARPS: tl.constexpr, dtype: tl.constexpr):
+    """[WARPS, ROWS, pairs of a warp]: 1 where the bucket of a pair of a tile is that of codes [1, ROWS, 1]."""
+    PAIRS: tl.constexpr = bucket.shape[0] * bucket.shape[1] // WARPS
+    here, codes = tl.broadcast(tl.reshape(bucket.to(tl.int16) | x.CODE, [WARPS, 1, PAIRS]), codes)
+    return equal(x, here, codes, dtype)
+
+
+@triton.jit
+def add_learned(sums, factor, ds):
+    """Add ds [GROUP, BLOCK_M, BLOCK_N] times factor [WARPS, ROWS, pairs of a warp] to sums [WARPS, ROWS, GROUP]."""
+    turned = tl.permute(tl.reshape(ds, [ds.shape[0], sums.shape[0], factor.shape[2]]), (1, 2, 0))
+    return add_dot(sums, factor, turned)
+
+
+@triton.jit
 def _learned_tile(
     x, dq, sums, rows, heads, queries, keys, bucket,
     TOGETHER: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
@@ -137,12 +152,10 @@ def _learned_tile(
     ds = (p * (dp - delta)).to(q.dtype)  # 0 for a masked pair, whose p is 0
     dq = add_dot(dq, ds, k)
     if x.FORM == "bucket":  # loaded again, in the layout of this product
-        here = bucket_tile(x, queries, keys, offs_n, inside, MASKED).to(tl.int16) | x.CODE
-        here, codes = tl.broadcast(tl.reshape(here, [WARPS, 1, PAIRS]), heads.codes)
-        factor = equal(x, here, codes, q.dtype)
+        factor = one_hot(x, bucket_tile(x, queries, keys, offs_n, inside, MASKED), heads.codes, WARPS, q.dtype)
     else:
         factor = tl.permute(channels, (0, 2, 1))
-    return dq, add_dot(sums, factor, tl.permute(tl.reshape(ds, [GROUP, WARPS, PAIRS]), (1, 2, 0)))
+    return dq, add_learned(sums, factor, ds)
 
 
 @triton.jit
@@ -219,11 +232,6 @@ def learned_pass(
     sums = tl.zeros([WARPS, ROWS, GROUP], x.ACC_DTYPE)
     for i in loop(0, x.num_segments, 1):
         dq, sums = _learned_keys(x, dq, sums, rows, heads, queries, i, TOGETHER, BLOCK_N)
-    dq *= x.scale
-    ptrs = heads_ptrs(x, dq_out, b, h, row, offs_m, x.BLOCK_D)
-    keep = exists[:, :, None] & (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
-    if ACCUMULATE:
-        dq += tl.load(ptrs, mask=keep, other=0.0)
-    tl.store(ptrs, dq, mask=keep)
+    write_heads(x, dq_out, b, h, row, offs_m, exists, dq * x.scale, ACCUMULATE)
     offs_sums = tl.arange(0, ROWS)[:, None] + tl.arange(0, GROUP)[None, :] * ROWS
     tl.store(partials + pid * (ROWS * GROUP) + offs_sums, tl.sum(sums, axis=0))

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megagraph.kernels.backward import write_heads
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.halves import equal, multiply_add
 from megagraph.kernels.tile import (
@@ -296,12 +297,7 @@ def _pass_tile(
         start = n.parts + (place * n.part + (b * n.query_rows + row) * (n.HEADS * x.D))
         tl.store(start + _offsets(n, heads, offs_m, x.D, n.LOW_D), dq, mask=offs_d < x.D)
     else:
-        ptrs = heads_ptrs(x, n.dq, b, own, row, own_m, n.LOW_D)
-        keep = exists[:, :, None] & (offs_d < x.D)
-        dq *= x.scale
-        if n.ACCUMULATE:
-            dq += tl.load(ptrs, mask=keep, other=0.0)
-        tl.store(ptrs, dq, mask=keep)
+        write_heads(x, n.dq, b, own, row, own_m, exists, dq * x.scale, n.ACCUMULATE)
     learned = sums.learned
     if n.d_learned is not None:
         if x.FORM == "dense":
@@ -358,15 +354,9 @@ def one_pass(
             sums = _pass_tile(x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, WARPS, MASKED)
             bucket = ahead
 
-    offs_d = tl.arange(0, n.LOW_D)[None, None, :]
-    keep = (heads < x.H)[:, None, None] & (offs_n < keys.left)[None, :, None] & (offs_d < x.D)
-    for t in tl.static_range(2):
-        target = n.dk if t == 0 else n.dv
-        total = sums.dk * x.scale if t == 0 else sums.dv * x.KEEP_SCALE
-        ptrs = heads_ptrs(x, target, b, tl.minimum(heads, x.H - 1), keys.start, offs_n, n.LOW_D)
-        if n.ACCUMULATE:
-            total += tl.load(ptrs, mask=keep, other=0.0)
-        tl.store(ptrs, total, mask=keep)
+    exists, own = (heads < x.H)[:, None] & (offs_n < keys.left)[None, :], tl.minimum(heads, x.H - 1)
+    write_heads(x, n.dk, b, own, keys.start, offs_n, exists, sums.dk * x.scale, n.ACCUMULATE)
+    write_heads(x, n.dv, b, own, keys.start, offs_n, exists, sums.dv * x.KEEP_SCALE, n.ACCUMULATE)
     if n.d_learned is not None and x.FORM != "dense":
         ROWS: tl.constexpr = learned.shape[1]
         COLUMNS: tl.constexpr = learned.shape[2]

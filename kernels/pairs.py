@@ -20,6 +20,7 @@ from torch import Tensor
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.forward import Running, read_softmax, write_softmax
 from megagraph.kernels.tile import (
+    MASKED_BUCKET,
     add_dot,
     dot,
     heads_ptrs,
@@ -138,7 +139,7 @@ def load_tile(walk, tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def hide(number, keep):
     """The numbers of a tile, those of pairs that do not exist where not ``keep``."""
-    return tl.where(keep, number, 255 if number.dtype == tl.uint8 else -1)
+    return tl.where(keep, number, MASKED_BUCKET if number.dtype == tl.uint8 else -1)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megagraph.kernels.backward import write_heads
 from megagraph.kernels.dropout import row_keys
-from megagraph.kernels.halves import equal
+from megagraph.kernels.learned import add_learned, one_hot
 from megagraph.kernels.pairs import (
     add_heads_dot,
     block_tiles,
@@ -24,31 +25,24 @@ from megagraph.kernels.pairs import (
     program_of,
     segment_tiles,
 )
-from megagraph.kernels.tile import add_dot, exp, heads_ptrs, load_heads, load_lse, loop, pivot_of
+from megagraph.kernels.tile import exp, load_heads, load_lse, loop, pivot_of
 
 
 @triton.jit
-def _learned_sums(x, sums, ds, number, dtype: tl.constexpr):
-    """Add to the gradient of a table or a projection, [WARPS, BLOCK_R, GROUP]: every warp sums pairs of its own."""
-    WARPS: tl.constexpr = sums.shape[0]
-    BLOCK_R: tl.constexpr = sums.shape[1]
-    GROUP: tl.constexpr = ds.shape[0]
-    PAIRS: tl.constexpr = ds.shape[1] * ds.shape[2] // WARPS
+def _learned_factor(x, number, codes, WARPS: tl.constexpr, ROWS: tl.constexpr, dtype: tl.constexpr):
+    """What ds is multiplied with for the gradient of a table, or of a projection, [WARPS, ROWS, pairs of a warp]."""
     if x.FORM == "bucket":
-        here = number.to(tl.int16) | x.CODE
-        codes = tl.load(x.codes + tl.arange(0, BLOCK_R))[None, :, None]
-        here, codes = tl.broadcast(tl.reshape(here, [WARPS, 1, PAIRS]), codes)
-        factor = equal(x, here, codes, dtype)
+        return one_hot(x, number, codes, WARPS, dtype)
     else:
-        offs_c = tl.arange(0, BLOCK_R)[None, None, :]
+        offs_c = tl.arange(0, ROWS)[None, None, :]
         ptrs = x.data.ptr + (number.to(tl.int64) * x.data.strides[0])[:, :, None] + offs_c * x.data.strides[1]
         channels = tl.load(ptrs, mask=(number >= 0)[:, :, None] & (offs_c < x.NUM_CHANNELS), other=0.0).to(dtype)
-        factor = tl.permute(tl.reshape(channels, [WARPS, PAIRS, BLOCK_R]), (0, 2, 1))
-    return add_dot(sums, factor, tl.permute(tl.reshape(ds.to(dtype), [GROUP, WARPS, PAIRS]), (1, 2, 0)))
+        PAIRS: tl.constexpr = number.shape[0] * number.shape[1] // WARPS
+        return tl.permute(tl.reshape(channels, [WARPS, PAIRS, ROWS]), (0, 2, 1))
 
 
 @triton.jit
-def _row_tile(x, walk, sums, rows, at, keys, visited, place, d_pairs, SUMS: tl.constexpr):
+def _row_tile(x, walk, sums, rows, at, keys, codes, visited, place, d_pairs, SUMS: tl.constexpr):
     """Add the share of a tile's pairs to dq and the gradient of the bias."""
     dq, d_learned = sums
     q, do, pivot, delta = rows
@@ -69,7 +63,8 @@ def _row_tile(x, walk, sums, rows, at, keys, visited, place, d_pairs, SUMS: tl.c
         keep = (visited.number >= 0)[None, :, :] & at.in_heads[:, None, None]
         tl.store(ptrs, ds + tl.load(ptrs, mask=keep, other=0.0), mask=keep)
     if SUMS:
-        d_learned = _learned_sums(x, d_learned, ds, visited.number, k.dtype)
+        factor = _learned_factor(x, visited.number, codes, d_learned.shape[0], d_learned.shape[1], k.dtype)
+        d_learned = add_learned(d_learned, factor, ds.to(k.dtype))
     return add_heads_dot(dq, ds, k), d_learned
 
 
@@ -88,6 +83,9 @@ def rows_bwd(
     start = pid // groups * at_once
     offs = tl.arange(0, BLOCK_M)
     SUMS: tl.constexpr = BLOCK_R > 0
+    codes = None
+    if SUMS and x.FORM == "bucket":
+        codes = tl.load(x.codes + tl.arange(0, BLOCK_R))[None, :, None]  # loaded once, as in ``learned``
     d_learned = tl.zeros([WARPS, BLOCK_R, GROUP] if SUMS else [1, 1, 1], x.ACC_DTYPE)
     for item in loop(start, tl.minimum(start + at_once, walk.blocks * walk.B), 1):
         at = program_of(x, item % walk.B, pid % groups, GROUP)
@@ -111,24 +109,15 @@ def rows_bwd(
                 visited = ahead
                 ahead = load_tile(walk, tl.minimum(tile + 1, last - 1), BLOCK_M, BLOCK_N)
                 dq, d_learned = _row_tile(
-                    x, walk, (dq, d_learned), rows, at, keys, visited, (key_start, column_start, length), d_pairs, SUMS
-                )
+                    x, walk, (dq, d_learned), rows, at, keys, codes, visited, (key_start, column_start, length),
+                    d_pairs, SUMS,
+                )  # fmt: skip
         if d_pairs is not None:
             tl.debug_barrier()  # the next sequence reads what this one added
-        write_heads(x, dq_out, at, row, offs_m, exist, dq * x.scale, ACCUMULATE)
+        write_heads(x, dq_out, at.b, at.heads, row, offs_m, exist, dq * x.scale, ACCUMULATE)
     if SUMS:
         offs_sums = tl.arange(0, BLOCK_R)[:, None] + tl.arange(0, GROUP)[None, :] * BLOCK_R
         tl.store(partials + pid * (BLOCK_R * GROUP) + offs_sums, tl.sum(d_learned, axis=0))
-
-
-@triton.jit
-def write_heads(x, t, at, start, offs, exist, values, ACCUMULATE: tl.constexpr):
-    """Rows start + offs of t = values [GROUP, BLOCK_M, BLOCK_D], or +=; they are this program's alone."""
-    ptrs = heads_ptrs(x, t, at.b, at.heads, start, offs, x.BLOCK_D)
-    keep = exist[:, :, None] & (tl.arange(0, x.BLOCK_D) < x.D)[None, None, :]
-    if ACCUMULATE:
-        values += tl.load(ptrs, mask=keep, other=0.0)
-    tl.store(ptrs, values, mask=keep)
 
 
 @triton.jit
@@ -190,5 +179,5 @@ def keys_bwd(
         ahead = load_tile(walk, tl.minimum(tile + 1, last - 1), BLOCK_M, BLOCK_N)
         dk, dv = _key_tile(x, walk, saved, dk, dv, k, v, at, column[None, :, None], visited, seen)
     exist = at.in_heads[:, None] & inside[None, :]
-    write_heads(x, dk_out, at, 0, key, exist, dk * x.scale, ACCUMULATE)
-    write_heads(x, dv_out, at, 0, key, exist, dv * x.KEEP_SCALE, ACCUMULATE)
+    write_heads(x, dk_out, at.b, at.heads, 0, key, exist, dk * x.scale, ACCUMULATE)
+    write_heads(x, dv_out, at.b, at.heads, 0, key, exist, dv * x.KEEP_SCALE, ACCUMULATE)

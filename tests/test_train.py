@@ -131,7 +131,6 @@ def test_biases_learn_at_a_rate_of_their_own_and_do_not_decay(tmp_path, graph, s
 
 
 def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
-
     adjacency = graph.adjacency.tocoo()
     data = Data(
         x=torch.from_numpy(graph.features),

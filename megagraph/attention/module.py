@@ -11,7 +11,7 @@ from megagraph.attention.comm import Comm, check_comm
 from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.engines import Impl
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.multihead import check_multihead, take_multihead_state
+from megagraph.attention.multihead import sizes_of, take_multihead_state
 from megagraph.attention.operator import as_bias
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
@@ -93,18 +93,8 @@ class BiasedRingAttention(nn.Module):
         Raises:
             ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
         """
-        check_multihead(module)
-        made = cls(
-            module.embed_dim,
-            module.num_heads,
-            dropout=module.dropout,
-            bias=module.in_proj_bias is not None,
-            mesh=mesh,
-            comm=comm,
-            impl=impl,
-            device=module.out_proj.weight.device,
-            dtype=module.out_proj.weight.dtype,
-        )
+        like, weight = sizes_of(module), module.out_proj.weight
+        made = cls(**like, mesh=mesh, comm=comm, impl=impl, device=weight.device, dtype=weight.dtype)
         made.load_state_dict(module.state_dict())
         return made.train(module.training)
 

@@ -59,16 +59,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
         """
-        check_multihead(module)
-        made = cls(
-            module.embed_dim,
-            module.num_heads,
-            module.dropout,
-            module.in_proj_bias is not None,
-            batch_first=module.batch_first,
-            impl=impl,
-            device="meta",
-        )
+        made = cls(**sizes_of(module), batch_first=module.batch_first, impl=impl, device="meta")
         made.in_proj_weight, made.in_proj_bias = module.in_proj_weight, module.in_proj_bias
         made.out_proj = module.out_proj
         return made.train(module.training)
@@ -166,8 +157,8 @@ def _padding(mask: Tensor | None) -> Tensor | None:
     return hidden
 
 
-def check_multihead(module: nn.MultiheadAttention) -> None:
-    """ValueError where there is no such attention here."""
+def sizes_of(module: nn.MultiheadAttention) -> dict[str, Any]:
+    """Arguments that make a module like this; ValueError where there is no such attention here."""
     if module.kdim != module.embed_dim or module.vdim != module.embed_dim:
         raise ValueError(
             f"keys and values must be as wide as queries, {module.embed_dim}, got {module.kdim} and {module.vdim}; "
@@ -175,6 +166,8 @@ def check_multihead(module: nn.MultiheadAttention) -> None:
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise ValueError("add_bias_kv and add_zero_attn must be off, got a module with a key of its own")
+    names = ("embed_dim", "num_heads", "dropout")
+    return {name: getattr(module, name) for name in names} | {"bias": module.in_proj_bias is not None}
 
 
 def take_multihead_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
