@@ -18,6 +18,14 @@ from torch.multiprocessing import start_processes
 from tests.processes import START_METHOD
 
 
+def param(world_size: int, *values: Any, id: str | None = None) -> Any:
+    """Values of a test that asks for so many processes: more than three take minutes of two cores."""
+    return pytest.param(*values, id=id, marks=[pytest.mark.slow] if world_size > 3 else [])
+
+
+SIZES = [param(world_size, world_size) for world_size in (2, 3, 4)]
+
+
 def results(world_size: int, *, only: str = "") -> list[dict[str, Any]]:
     """What every case returned, rank by rank.
 

@@ -265,13 +265,14 @@ def assert_same_results(got, expected) -> None:
         )
 
 
-@pytest.mark.parametrize(("world_size", "embedding"), CHAINS)
+@pytest.mark.parametrize(("world_size", "embedding"), [ranks.param(chain[0], *chain) for chain in CHAINS])
 def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
     _, expected = uninterrupted(tmp_path, embedding=embedding)
     result = ranks.results(world_size)[0]
     assert_same_results(result[f"resume {embedding}"], expected)
 
 
+@pytest.mark.slow
 def test_four_replicas_go_on_bit_for_bit():
     whole, stopped = ranks.results(4)[0]["resume same plan"]
     assert stopped["lines"] == whole["lines"]

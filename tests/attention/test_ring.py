@@ -88,7 +88,7 @@ def test_gathered_keys_are_dense_attention(form, world_size, num_super, num_node
 
 @pytest.mark.parametrize(
     ("world_size", "case"),
-    [(world_size, case) for world_size in (2, 3, 4) for case in ring_cases.ring_options(world_size)],
+    [ranks.param(size, size, case) for size in (2, 3, 4) for case in ring_cases.ring_options(size)],
 )
 def test_ring_over_processes_is_dense_attention(world_size, case):
     problem = ring_cases.ring_problem(**ring_cases.ring_options(world_size)[case])
@@ -96,7 +96,7 @@ def test_ring_over_processes_is_dense_attention(world_size, case):
         assert_matches(result[case], problem)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_ring_over_processes_through_host_buffers_is_dense_attention(world_size):
     for case, options in ring_cases.staged_options(world_size).items():
         problem = ring_cases.ring_problem(**options)
@@ -105,7 +105,7 @@ def test_ring_over_processes_through_host_buffers_is_dense_attention(world_size)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; bench/gpu.sh --check runs it")
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_ring_of_ranks_that_share_a_gpu(world_size):
     for case, options in ring_cases.ring_options(world_size).items():
         problem = ring_cases.ring_problem(**options)
@@ -113,7 +113,7 @@ def test_ring_of_ranks_that_share_a_gpu(world_size):
             assert_matches(result[case], problem)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
     module, x, index = ring_cases.attention_and_input()
     table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
@@ -127,7 +127,7 @@ def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
 
 
 @pytest.mark.parametrize("comm", ring_cases.DENSE_WAYS)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_ring_over_processes_where_ranks_compute_few_rows_or_none(world_size, comm):
     problem = ring_cases.queries_problem(world_size)
     computed = torch.zeros(15, dtype=torch.bool)
@@ -139,7 +139,7 @@ def test_ring_over_processes_where_ranks_compute_few_rows_or_none(world_size, co
         torch.testing.assert_close(result[f"queries-{comm}"], [want["dk"], want["dv"]], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_ring_over_processes_sends_before_the_step_it_overlaps(world_size):
     """k and v of the next step first; dk and dv of a block, computed in step s, during step s + 1."""
     size = 2 * -(-7 // world_size) * 2 * 4  # 2 * R * H * D

@@ -57,7 +57,10 @@ def assert_trained_alike(results, want, dtype, optimizer):
         assert_tensors_close(got["parameters"], want["parameters"], 1e-7)
 
 
-@pytest.mark.parametrize(("layout", "batching", "dtype", "shard"), CASES, ids=[case_name(*case) for case in CASES])
+@pytest.mark.parametrize(
+    ("layout", "batching", "dtype", "shard"),
+    [ranks.param(np.prod(case[0]), *case, id=case_name(*case)) for case in CASES],
+)
 def test_layout_equals_one_process(layout, batching, dtype, shard):
     results = ranks.results(int(np.prod(layout)))
     for optimizer in optimizers(dtype):
@@ -66,7 +69,7 @@ def test_layout_equals_one_process(layout, batching, dtype, shard):
         assert_trained_alike([result[name] for result in results], want, dtype, optimizer)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [ranks.param(plan.world_size, name) for name, (plan, *_) in SCHEDULES.items()])
 def test_schedule_equals_one_process(name):
     plan, batching, dtype = SCHEDULES[name]
     results = [result[name] for result in ranks.results(plan.world_size)]
@@ -76,6 +79,7 @@ def test_schedule_equals_one_process(name):
     assert all(result["schedules_made"] <= 4 for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_the_comparison_can_fail(batching):
     """Dropout matters, labels are uneven, and some rank has no target at all."""
@@ -93,7 +97,10 @@ def test_the_comparison_can_fail(batching):
     assert last[0] > 0 and last[1] == 0  # the last batch has sequences for dp rank 0 alone
 
 
-@pytest.mark.parametrize(("layout", "batching"), MIXED_PRECISION, ids=[case_name(*x, "bf16") for x in MIXED_PRECISION])
+@pytest.mark.parametrize(
+    ("layout", "batching"),
+    [ranks.param(np.prod(case[0]), *case, id=case_name(*case, "bf16")) for case in MIXED_PRECISION],
+)
 def test_mixed_precision_runs_in_every_layout(layout, batching):
     name = case_name(layout, batching, "bf16")
     results, want = ranks.results(int(np.prod(layout))), one_process(batching, "bf16", "adamw")
