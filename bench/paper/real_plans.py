@@ -79,21 +79,25 @@ DEVICE = torch.device("cpu")
 
 
 class Bench:
-    """What the plans of a process share."""
+    """What the plans of a process share: a generated graph, and cluster batches of it as ``config`` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: TrainConfig = CONFIG) -> None:
+        self.config = config
         self.graph: Graph = synthetic_graph(num_nodes=4400, num_classes=8, in_features=64, average_degree=10, seed=0)
-        self.builder: Builder = batches(CONFIG, self.graph)
+        self.builder: Builder = batches(config, self.graph)
         self.nodes = np.arange(self.graph.num_nodes)
         self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {}
 
     def profile(self) -> list[dict[str, Any]]:
-        rows = auto.measure(CONFIG, self.graph, self.builder, self.nodes, DEVICE, seconds=PROFILE_SECONDS, cache=None)
+        """Rows of this machine, without a loader."""
+        rows = auto.measure(
+            self.config, self.graph, self.builder, self.nodes, DEVICE, seconds=PROFILE_SECONDS, cache=None
+        )
         return [row for row in rows if row["kind"] != "stall"]
 
     def build(self, plan: Plan) -> tuple[Callable[[], tuple[float, float]], Callable[[], int]]:
         """A step, which gives its loss and seconds, and one that gives its peak of live bytes."""
-        config = replace(CONFIG, checkpoint=plan.checkpoint)
+        config = replace(self.config, checkpoint=plan.checkpoint)
         degrees = (plan.pp, plan.dp, plan.cp)
         if degrees not in self._meshes:
             self._meshes[degrees] = make_mesh(plan, DEVICE)

@@ -1,0 +1,184 @@
+"""Plans on hosts that a slow link joins, predicted from a profile and then trained: do predictions hold beyond a host?
+
+    python -m bench.paper.cluster run [--beds NAMES]     # as root; trains the beds that have no rows yet
+    python -m bench.paper.cluster judge                  # from the rows: a verdict a bed, and plans.svg
+
+A bed (``bench/network.py``) is two hosts whose link is shaped, and processes that each have a fixed share of a core. On
+it all processes profile as ``megagraph profile`` does, without a loader; rank 0 fits, predicts every plan of the list,
+and lets the search choose one, all before any plan runs. Then each makes a step to warm up and ROUNDS timed ones, all
+plans once before any runs again, and further rounds until the medians of odd and even ones rank the plans alike
+(AGREE), at most MOST_ROUNDS. A step is timed from barrier to barrier. Losses of all plans must agree.
+
+Fixed: a generated graph of 4,400 nodes, 64 features, seed 0; HierarchicalGT of 8 layers, d = 64, 4 heads, FFN 64,
+buckets, dropout 0.1; 16 sequences of 256 regular and 16 super nodes; AdamW, fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from scipy.stats import spearmanr
+
+from bench import network
+from bench.network import Bed
+from bench.paper import real_plans
+from bench.paper.real_plans import Bench, predict
+from bench.provenance import RESULTS, provenance, write_rows
+from bench.tables import draw, save
+from megagraph import auto
+from megagraph.planner import fit, search
+from megagraph.planner.fitting import mape
+from megagraph.planner.plan import Plan
+
+CONFIG = replace(real_plans.CONFIG, dim=64, ffn_dim=64)
+LAYERS = CONFIG.layers
+BEDS = {
+    "2x1-16": Bed(per_node=1, mbit=16, speeds=(0.9, 0.9)),
+    "2x2-20": Bed(per_node=2, mbit=20, speeds=(0.45,) * 4),
+    "2x2-50": Bed(per_node=2, mbit=50, speeds=(0.45,) * 4),
+    "2x1-50-half": Bed(per_node=1, mbit=50, speeds=(0.9, 0.45)),
+}
+TWO = (
+    Plan(dp=2),
+    Plan(dp=2, shard=True),
+    Plan(cp=2),
+    Plan(cp=2, comm="allgather"),
+    *(Plan(pp=2, layers=(4, 4), num_microbatches=k) for k in (1, 2, 4, 16)),
+    Plan(pp=2, layers=(6, 2), num_microbatches=4),
+    Plan(pp=2, layers=(2, 6), num_microbatches=4),
+    Plan(pp=2, layers=(4, 4), num_microbatches=8, schedule="1f1b"),
+    Plan(pp=2, layers=(2, 2, 2, 2), stages_per_rank=2, num_microbatches=4, schedule="interleaved"),
+)
+FOUR = (
+    Plan(dp=4),
+    Plan(dp=4, shard=True),
+    Plan(cp=4),
+    Plan(cp=4, comm="allgather"),
+    Plan(cp=2, dp=2),
+    *(Plan(pp=4, layers=(2, 2, 2, 2), num_microbatches=k) for k in (1, 4, 16)),
+    Plan(pp=4, layers=(2, 2, 2, 2), num_microbatches=8, schedule="1f1b"),
+    Plan(pp=2, dp=2, layers=(4, 4), num_microbatches=2),
+    Plan(pp=2, dp=2, layers=(4, 4), num_microbatches=8),
+    Plan(pp=2, dp=2, layers=(4, 4), num_microbatches=4, schedule="1f1b"),
+    Plan(pp=2, cp=2, layers=(4, 4), num_microbatches=4),
+)
+ROUNDS, MOST_ROUNDS, AGREE, TIMEOUT = 4, 10, 0.9, 7200.0
+CORRELATION, REGRET, MAPE, SPAN = 0.9, 1.1, 0.15, 2.0
+FOLDER = RESULTS / "cpu" / "cluster"
+
+
+def agreement(samples: np.ndarray) -> float:
+    """Spearman of the medians of odd and even rounds; samples [rounds, plans]."""
+    return float(spearmanr(np.median(samples[::2], axis=0), np.median(samples[1::2], axis=0)).statistic)
+
+
+def run(beds: tuple[str, ...] = tuple(BEDS), again: bool = False) -> None:
+    """Train the plans of every bed, and write its rows.
+
+    Args:
+        again: beds that have rows, too.
+    """
+    reason = network.refusal()
+    if reason is not None:
+        print(f"no bed: {reason}")
+        return
+    for name in beds:
+        if again or not (FOLDER / f"{name}.json").exists():
+            network.run(BEDS[name], ("-m", "bench.paper.cluster", "worker", name), TIMEOUT)
+
+
+def worker(name: tyro.conf.Positional[str]) -> None:
+    """A process of a bed, started by ``run``."""
+    bed, rank = BEDS[name], int(os.environ["RANK"])
+    network.take_share(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=600))
+    bench = Bench(CONFIG)
+    profiled = bench.profile()
+    chosen: list[Any] = [None, None]
+    if rank == 0:
+        cost = fit(profiled)
+        limit = auto.default_memory_bytes(real_plans.DEVICE)
+        best = search(cost, cost.profiled()[0], bed.ranks, limit).best.plan
+        listed = TWO if bed.ranks == 2 else FOUR
+        plans = listed if best in listed else (*listed, best)
+        chosen = [plans, best]
+        rows = [row | {"bed": name, **asdict(bed)} for row in predict(cost, plans)]
+        write_rows(f"{name}-profile", profiled, folder="cpu/cluster")
+    dist.broadcast_object_list(chosen)
+    plans, best = chosen
+    steps = [bench.build(plan)[0] for plan in plans]
+    losses = [step()[0] for step in steps]
+    assert np.ptp(losses) < 1e-4, f"the plans do not compute the same: {losses}"
+    samples: list[list[float]] = []
+    agree = [False]
+    while len(samples) < ROUNDS or (not agree[0] and len(samples) < MOST_ROUNDS):
+        samples += [[step()[1] for step in steps] for _ in range(2)]
+        agree = [agreement(np.array(samples)) >= AGREE]
+        dist.broadcast_object_list(agree)  # the clocks of the ranks differ a little
+    if rank == 0:
+        for i, row in enumerate(rows):
+            row |= {"measured_seconds": [run[i] for run in samples], "chosen": plans[i] == best}
+        write_rows(name, rows, folder="cpu/cluster")
+        print(verdict(rows)[0], flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def verdict(rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """What the rows of a bed say, in lines and in numbers."""
+    samples = np.array([row["measured_seconds"] for row in rows]).T
+    measured, predicted = np.median(samples, axis=0), np.array([row["predicted_seconds"] for row in rows])
+    chosen = next(i for i, row in enumerate(rows) if row["chosen"])
+    found = {
+        "rounds agree": (agreement(samples), ">=", AGREE),
+        "slowest / fastest": (float(measured.max() / measured.min()), ">=", SPAN),
+        "Spearman of predicted and measured": (float(spearmanr(predicted, measured).statistic), ">=", CORRELATION),
+        "MAPE": (mape(predicted, measured), "<=", MAPE),
+        "chosen / fastest": (float(measured[chosen] / measured.min()), "<=", REGRET),
+    }
+    spread = np.ptp(samples, axis=0) / measured
+    lines = [f"{rows[0]['bed']}: {len(rows)} plans, {len(samples)} rounds, spread {np.median(spread):.0%} of a median"]
+    for i in np.argsort(measured):
+        mark = "  <- chosen" if i == chosen else ""
+        lines.append(f"  {predicted[i]:8.3f} {measured[i]:8.3f} s  {rows[i]['name']}{mark}")
+    for name, (value, sign, bound) in found.items():
+        holds = value >= bound if sign == ">=" else value <= bound
+        lines.append(f"  {name:<36} {value:6.3f}  {sign} {bound}  {'holds' if holds else 'FAILS'}")
+    return "\n".join(lines), {name: value for name, (value, _, _) in found.items()}
+
+
+def judge() -> None:
+    """Print whether predictions hold, write judgement.json and plans.svg."""
+    found, first = {}, None
+    figure, axes = draw(4.5, 3.6)
+    for name in BEDS:
+        if not (FOLDER / f"{name}.json").exists():
+            print(f"{name}: no rows")
+            continue
+        rows = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        text, found[name] = verdict(rows)
+        print(text)
+        first = first or rows[0]
+        points = [(np.median(row["measured_seconds"]), row["predicted_seconds"]) for row in rows]
+        axes.plot(*zip(*points, strict=True), ".", label=name)
+    if first is None:
+        return
+    ends = axes.get_xlim()
+    axes.plot(ends, ends, "k-", linewidth=0.8)
+    axes.set(xlabel="measured seconds of a step", ylabel="predicted", xscale="log", yscale="log")
+    axes.legend(frameon=False)
+    save(figure, first, FOLDER / "plans.svg")
+    (FOLDER / "judgement.json").write_text(json.dumps(found | provenance(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict({"run": run, "worker": worker, "judge": judge})
