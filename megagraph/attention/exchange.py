@@ -39,23 +39,16 @@ class GroupExchange:
     """One rank in this process, the others in a process group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group()
-        self.next = (mesh.get_local_rank() + 1) % mesh.size()
-        self.previous = (mesh.get_local_rank() - 1) % mesh.size()
+        self.group, self.rank = mesh.get_group(), mesh.get_local_rank()
+        self.next = (self.rank + 1) % mesh.size()
+        self.previous = (self.rank - 1) % mesh.size()
 
     def shift(self, blocks: list[Tensor], into: list[Tensor]) -> Callable[[], list[Tensor]]:
         (block,), (received,) = blocks, into
-        # one batch: a blocking send before the receive would wait for itself around the ring
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, block, group=self.group, group_peer=self.next),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=self.previous),
-            ]
-        )
+        done = self._send({self.next: block}, {self.previous: received})
 
         def wait() -> list[Tensor]:
-            for work in works:
-                work.wait()
+            done()
             return [received]
 
         return wait
@@ -69,18 +62,41 @@ class GroupExchange:
     def sum_home(self, parts: list[Tensor]) -> list[Tensor]:
         (mine,) = parts
         received = torch.empty_like(mine)
-        dist.all_to_all_single(received, mine, group=self.group)
+        received[self.rank] = mine[self.rank]
+        self._send(self._others(mine), self._others(received))()
         return [received.sum(dim=0)]
 
     def trade(self, rows: list[Tensor], counts: list[list[int]], coming: list[list[int]]) -> Callable[[], list[Tensor]]:
         (sent,), (to_ranks,), (of_ranks,) = rows, counts, coming
         received = sent.new_empty(sum(of_ranks), *sent.shape[1:])
-        work = dist.all_to_all_single(received, sent, of_ranks, to_ranks, group=self.group, async_op=True)
+        to, of = sent.split(to_ranks), received.split(of_ranks)
+        of[self.rank].copy_(to[self.rank])
+        done = self._send(self._others(to), self._others(of))
 
         def wait() -> list[Tensor]:
-            assert work is not None
-            work.wait()
+            done()
             return [received]
+
+        return wait
+
+    def _others(self, parts: Tensor | tuple[Tensor, ...]) -> dict[int, Tensor]:
+        """Each part but this rank's own, by the rank whose it is; empty ones, too, as NCCL begins with all ranks."""
+        return {i: part for i, part in enumerate(parts) if i != self.rank}
+
+    def _send(self, to: dict[int, Tensor], of: dict[int, Tensor]) -> Callable[[], None]:
+        """Start sending to some ranks and receiving of some; the result waits.
+
+        One batch, as a blocking send before the receive would wait for itself around the ring. Receives first: over
+        TCP a rank says that it is ready to receive on the way that its own data takes, and would say so behind it,
+        which makes two ranks that trade blocks send one after the other.
+        """
+        operations = [dist.P2POp(dist.irecv, part, group=self.group, group_peer=i) for i, part in of.items()]
+        operations += [dist.P2POp(dist.isend, part, group=self.group, group_peer=i) for i, part in to.items()]
+        works = dist.batch_isend_irecv(operations)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
 
         return wait
 

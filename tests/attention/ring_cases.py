@@ -155,9 +155,9 @@ def traced_messages() -> dict[str, list[str]]:
     post = dist.batch_isend_irecv
 
     def traced_post(operations):
-        assert [operation.op for operation in operations] == [dist.isend, dist.irecv]
+        assert [operation.op for operation in operations] == [dist.irecv, dist.isend]  # or links would be half duplex
         name = f"message {sum(event.startswith('send') for event in events)}"
-        events.append(f"send {name}, {operations[0].tensor.numel()} elements")
+        events.append(f"send {name}, {operations[1].tensor.numel()} elements")
         works = post(operations)
 
         def wait() -> None:
