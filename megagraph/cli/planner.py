@@ -186,7 +186,8 @@ def table(result: SearchResult, count: int = 10) -> str:
 
 
 def _line(name: str, candidate: Candidate) -> str:
-    return f"{name:>10} {candidate.step_seconds:>9.4g} s {gib(candidate.peak_bytes):>10}  {candidate.plan}"
+    seconds = f"{candidate.step_seconds:.4g}" if candidate.exact else f">= {candidate.step_seconds:.4g}"
+    return f"{name:>10} {seconds:>9} s {gib(candidate.peak_bytes):>10}  {candidate.plan}"
 
 
 def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:

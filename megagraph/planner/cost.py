@@ -15,11 +15,12 @@ import numpy as np
 
 from megagraph import files
 from megagraph.models.config import ModelConfig
+from megagraph.planner.links import Links
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
-from megagraph.planner.seconds import all_reduce_ends, pipeline_seconds, stage_tables, transfer_seconds
+from megagraph.planner.seconds import pipeline_bound, pipeline_seconds, stage_tables
 from megagraph.planner.split import Floats, StageTables
-from megagraph.planner.terms import Rates, dot, optimizer_terms, stage_parameters
+from megagraph.planner.terms import dot, optimizer_terms, stage_parameters
 from megagraph.planner.workload import RankWork, Workload, check_number
 
 SCHEMA = 1
@@ -154,6 +155,8 @@ class CostModel:
         if plan.cp * plan.dp > 1:
             sizes["all-reduce ranks"] = plan.cp * plan.dp
         found = []
+        if self._links.spans_nodes(plan) and not self.links.get("across"):
+            found.append("links between nodes were not measured")
         for name, value in sizes.items():
             if name not in self.ranges:
                 found.append(f"{name} was not measured")
@@ -178,18 +181,24 @@ class CostModel:
 
     def stage_tables(self, work: RankWork) -> StageTables:
         """Seconds of one micro-batch on a first, middle and last stage of 0..L layers."""
-        return stage_tables(self.seconds, self._link(work.plan.cp), work)
+        return stage_tables(self.seconds, self._links, work)
 
     def step_terms(
-        self, work: RankWork, layers: Sequence[int], forward: Floats, backward: Floats, *, closed_form: bool = False
+        self, work: RankWork, layers: Sequence[int], forward: Floats, backward: Floats, *, bound: bool = False
     ) -> dict[str, float]:
-        """``explain`` from the layers and seconds of the stages; ``closed_form`` as of ``pipeline_seconds``."""
+        """``explain`` from the layers and seconds of the stages; ``bound``: what they are at least, much sooner."""
         plan = work.plan
-        transfer = 0.0 if plan.pp == 1 else transfer_seconds(self._link(plan.world_size), work.hidden_bytes)
-        compute, pipeline, ends = pipeline_seconds(plan, forward, backward, transfer, closed_form=closed_form)
+        links, gloo = self._links, self.origin.get("device_type", "cpu") == "cpu"
+        wires = links.boundaries(plan, work.hidden_bytes)
+        if bound:
+            pipeline, ends = pipeline_bound(plan, forward, backward, wires)
+        else:
+            pipeline, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=gloo)
+        compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
         parameters = stage_parameters(work.config, layers).reshape(-1, plan.pp).sum(axis=0)
         replicas = plan.cp * plan.dp
-        reduced = all_reduce_ends(self._link(replicas), ends, parameters, replicas)
+        calls, per_byte = links.all_reduce(plan)
+        reduced = ends + calls + per_byte * 4 * parameters  # begins when a rank has all of its gradients
         updated = float(parameters.max()) / (replicas if plan.shard else 1)
         return {
             "slowest rank computes": compute,
@@ -199,8 +208,7 @@ class CostModel:
             "loader stall": self.stall_seconds,
         }
 
-    def _link(self, span: int) -> Rates:
-        """Seconds per message and byte between ranks that are up to ``span`` ranks apart."""
+    @property
+    def _links(self) -> Links:
         per_node = self.origin.get("ranks_per_node")
-        across = per_node is not None and span > int(per_node)
-        return self.links.get("across" if across else "node", {}) or self.links.get("node", {})
+        return Links(self.links, None if per_node is None else int(per_node))

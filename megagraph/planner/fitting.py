@@ -344,34 +344,42 @@ def fit_seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     return seconds
 
 
-def _least_squares(terms: Sequence[Mapping[Any, float]], values: Sequence[float]) -> dict[Any, float]:
-    """Non-negative coefficients of least relative error."""
+def _least_squares(
+    terms: Sequence[Mapping[Any, float]], values: Sequence[float], *, power: float = 1.0
+) -> dict[Any, float]:
+    """Non-negative coefficients of least error, relative to the values to a ``power``."""
     if not values:
         return {}
     from scipy.optimize import nnls  # half a second to import, which a search does not need
 
     names = sorted({name for row in terms for name in row})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in terms], dtype=float)
-    weights = 1.0 / np.maximum(np.asarray(values, float), 1e-12)
+    wanted = np.maximum(np.asarray(values, float), 1e-12)
+    weights = wanted**-power
     matrix *= weights[:, None]
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
-    solution, _ = nnls(matrix / scale, np.ones(len(values)), maxiter=30 * matrix.shape[1])
+    solution, _ = nnls(matrix / scale, wanted * weights, maxiter=30 * matrix.shape[1])
     return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
 
 
 def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Of long messages more than of short ones, which a link may let through at another rate: they take the time."""
     links: dict[str, dict[str, float]] = {}
     for link in {row["link"] for row in rows if "link" in row}:
-        own = [row for row in rows if row.get("link") == link]
-        sent = [row for row in own if row["kind"] == "transfer"]
-        reduced = [row for row in own if row["kind"] == "all_reduce"]
-        links[link] = _least_squares(
-            [{"transfer.call": 1.0, "transfer.byte": float(row["bytes"])} for row in sent],
-            [row["seconds"] for row in sent],
-        ) | _least_squares(
-            [all_reduce_terms(row["bytes"], row["ranks"]) for row in reduced], [row["seconds"] for row in reduced]
-        )
+        links[link] = {}
+        for kind in ("transfer", "all_reduce"):
+            own = [row for row in rows if row.get("link") == link and row["kind"] == kind]
+            links[link] |= _least_squares(
+                [
+                    {"transfer.call": 1.0, "transfer.byte": float(row["bytes"])}
+                    if kind == "transfer"
+                    else all_reduce_terms(row["bytes"], row["ranks"])
+                    for row in own
+                ],
+                [row["seconds"] for row in own],
+                power=0.5,
+            )
     return links
 
 

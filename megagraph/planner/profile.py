@@ -21,9 +21,11 @@ from megagraph.planner.measure.computing import compute_rows, ring_rows
 from megagraph.planner.measure.design import design, largest, of_every_width
 from megagraph.planner.measure.links import communication_rows, stall_rows
 from megagraph.planner.measure.memory import memory_rows, observe_process
+from megagraph.planner.terms import stage_parameters
 from megagraph.planner.workload import Workload
 from megagraph.provenance import provenance
 
+COMMUNICATION = 0.3  # of the time, for messages
 _ONCE = ("transfer", "all_reduce", "memory")  # kinds of rows that are the same on every rank
 
 
@@ -80,12 +82,18 @@ def _measure(
     points = design(config, workload, device)
     rows = [
         observe_process(largest(points, config), device),  # first, as others leave freed memory behind
-        *communication_rows(device),
+        *communication_rows(device, _largest_message(config, workload), COMMUNICATION * budget_seconds),
         *stall_rows(batches),
         *memory_rows(of_every_width(points), device),
     ]
     rows += compute_rows(points, device, 0.7 * (until - time.perf_counter()))
     return rows + ring_rows(config, workload, device, until - time.perf_counter())
+
+
+def _largest_message(config: ModelConfig, workload: Workload) -> float:
+    """Bytes: hidden states of a whole batch, or all gradients, fp32."""
+    hidden = workload.batch_sequences * (workload.num_nodes + workload.num_super) * config.dim
+    return 4.0 * max(hidden, float(stage_parameters(config, [config.layers])[0]))
 
 
 def _as_read(given: ModelConfig | Workload) -> dict[str, Any]:

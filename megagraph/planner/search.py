@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
+from heapq import heappop, heappush
 from operator import add
 from typing import Any
 
@@ -22,19 +23,20 @@ KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fu
 HEADROOM = 0.08  # of the memory limit, left for what the model does not know
 MAX_MICROBATCHES = 64
 MAX_PROCESSES = 1 << 20
-SIMULATED = 20  # candidates without a closed form whose schedule is run on paper
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A plan with what it is predicted to cost, or why it was not looked at.
 
+    ``step_seconds`` is a lower bound unless ``exact``: it took no run on paper to see that another plan is better.
     ``pruned`` names the first constraint that fails: "batch", "layers", "tile", "memory" or "extrapolated".
     ``peak_bytes`` is that of the rank that needs most, ``tightest`` that rank of the pipeline.
     """
 
     plan: Plan
     step_seconds: float = float("inf")
+    exact: bool = False
     peak_bytes: float = float("inf")
     tightest: int = 0
     pruned: str | None = None
@@ -43,11 +45,32 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, all of them, and those that no other one beats in both time and memory."""
+    """The best candidate, and all of them, fastest first."""
 
     best: Candidate
     candidates: list[Candidate]
-    pareto: list[Candidate]
+    _exactly: Callable[[Candidate], Candidate]
+
+    @cached_property
+    def pareto(self) -> list[Candidate]:
+        """Those that no other candidate beats in step time and peak memory, fastest first; takes runs on paper of all
+        whose bound does not tell."""
+        timed: list[Candidate] = []
+        later: list[tuple[float, float]] = []  # seconds and bytes of those, slower than the next bound
+        least = float("inf")  # bytes of those that are faster
+        for candidate in self.candidates:
+            if candidate.pruned is not None:
+                break
+            while later and later[0][0] <= candidate.step_seconds:
+                least = min(least, heappop(later)[1])
+            if candidate.peak_bytes < least:
+                timed.append(self._exactly(candidate))
+                heappush(later, (timed[-1].step_seconds, timed[-1].peak_bytes))
+        front: list[Candidate] = []
+        for candidate in sorted(timed, key=_rank):
+            if not front or candidate.peak_bytes < front[-1].peak_bytes:
+                front.append(candidate)
+        return front
 
 
 def search(
@@ -63,9 +86,8 @@ def search(
     """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``.
 
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, with the layer split of
-    least GPipe time and the one of least memory; halos, where pairs are listed. GPipe's step time is exact. For other
-    schedules a closed form is an estimate; the best 20 of these are then timed by running their schedule on paper, and
-    only they can win.
+    least GPipe time and the one of least memory; halos, where pairs are listed. They run on paper in the order of a
+    closed form that no run is faster than, until that is above the best of them.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -96,41 +118,26 @@ def search(
         if all(getattr(plan, name, value) == value for name, value in fixed.items())
     ]
     candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
-    open_: list[Candidate] = []
-    closed: list[Candidate] = []
-    for candidate in candidates:
-        (closed if candidate.pruned else open_).append(candidate)
-    simulated = [c for c in sorted(open_, key=_rank) if c.plan.schedule != "gpipe"][:SIMULATED]
-    exact = [c for c in open_ if c.plan.schedule == "gpipe"] + [
-        replace(c, step_seconds=cost.step_seconds(model_config, c.plan, given)) for c in simulated
-    ]
-    if not exact:
-        raise NoFeasiblePlan(_why_nothing_fits(closed, world_size, memory_limit_bytes, given, model_config))
-    timed = {_key(c.plan): c for c in exact}
-    candidates = [timed.get(_key(c.plan), c) for c in candidates]
-    best = min(exact, key=_rank)
-    best = replace(best, extrapolated=tuple(cost.extrapolated(model_config, best.plan, given)))
-    candidates = [best if c.plan == best.plan else c for c in candidates]
-    return SearchResult(best, sorted(candidates, key=_rank), pareto_front(exact))
-
-
-def pareto_front(candidates: list[Candidate]) -> list[Candidate]:
-    """Those that no other candidate beats in step time and peak memory, fastest first."""
-    front: list[Candidate] = []
-    for candidate in sorted(candidates, key=_rank):
-        if not front or candidate.peak_bytes < front[-1].peak_bytes:
-            front.append(candidate)
-    return front
+    possible = [candidate for candidate in candidates if candidate.pruned is None]
+    if not possible:
+        raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, memory_limit_bytes, given, model_config))
+    best = None
+    for candidate in sorted(possible, key=_rank):
+        if best is not None and candidate.step_seconds > best.step_seconds * (1 + 1e-9):
+            break
+        timed = found.exactly(candidate)
+        best = timed if best is None or _rank(timed) < _rank(best) else best
+    assert best is not None
+    extrapolated = tuple(cost.extrapolated(model_config, best.plan, given))
+    known_times = found.timed | {best.plan: replace(best, extrapolated=extrapolated)}
+    candidates = sorted((known_times.get(candidate.plan, candidate) for candidate in candidates), key=_rank)
+    return SearchResult(known_times[best.plan], candidates, found.exactly)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, int]:
     # nine digits: what differs by rounding only is equal
     seconds = float(f"{candidate.step_seconds:.9g}")
     return candidate.pruned is not None, seconds, candidate.peak_bytes, candidate.plan.num_stages
-
-
-def _key(plan: Plan) -> tuple[Any, ...]:
-    return tuple(vars(plan).values())
 
 
 def divisors(number: int) -> list[int]:
@@ -181,6 +188,16 @@ class _Search:
         self.limit = limit * (1 - HEADROOM)
         self._tables: dict[tuple[Any, ...], StageTables] = {}
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
+        self.timed: dict[Plan, Candidate] = {}
+
+    def exactly(self, candidate: Candidate) -> Candidate:
+        """The same with the time of a run on paper, once."""
+        if candidate.exact:
+            return candidate
+        if candidate.plan not in self.timed:
+            seconds = self.cost.step_seconds(self.config, candidate.plan, self.given)
+            self.timed[candidate.plan] = replace(candidate, step_seconds=seconds, exact=True)
+        return self.timed[candidate.plan]
 
     def candidates(self, plan: Plan) -> list[Candidate]:
         """The plan with its fastest split, and where that is another one with its lightest."""
@@ -242,10 +259,11 @@ class _Search:
         ranks = stages.reshape(-1, work.plan.pp).sum(axis=0)
         tightest = int(ranks.argmax())
         peak = float(ranks[tightest])
-        terms = self.cost.step_terms(work, split, *tables.stages(split), closed_form=True)
+        terms = self.cost.step_terms(work, split, *tables.stages(split), bound=True)
         return Candidate(
             plan=replace(work.plan, layers=split),
             step_seconds=sum(terms.values()),
+            exact=work.plan.pp == 1,
             peak_bytes=peak,
             tightest=tightest,
             pruned="memory" if peak > self.limit else None,
@@ -271,9 +289,9 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
 
 
 def _why_nothing_fits(
-    closed: list[Candidate], world_size: int, limit: float, given: Workload, config: ModelConfig
+    candidates: list[Candidate], world_size: int, limit: float, given: Workload, config: ModelConfig
 ) -> str:
-    heavy = [candidate for candidate in closed if candidate.pruned == "memory"]
+    heavy = [candidate for candidate in candidates if candidate.pruned == "memory"]
     if heavy:
         lightest = min(heavy, key=lambda candidate: candidate.peak_bytes)
         plan = lightest.plan
@@ -290,7 +308,7 @@ def _why_nothing_fits(
         "tile": f"cp must leave each rank {KERNEL_TILE} of the {given.num_nodes} regular nodes",
         "extrapolated": "every size must have been measured (strict)",
     }
-    counted = {reason: sum(c.pruned == reason for c in closed) for reason in reasons}
+    counted = {reason: sum(c.pruned == reason for c in candidates) for reason in reasons}
     named = "; ".join(f"{reasons[reason]} ({count} plans)" for reason, count in counted.items() if count)
     return (
         f"no plan of {world_size} processes is possible: {named or 'the fixed fields leave none'}; "

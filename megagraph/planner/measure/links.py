@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,18 +25,36 @@ def stall_rows(batches: Iterable[Any]) -> list[dict[str, Any]]:
     return [{"kind": "stall", **median(samples[1:])}] if len(samples) > 1 else []
 
 
-def communication_rows(device: torch.device) -> list[dict[str, Any]]:
-    """Messages between neighbours and all-reduces of all ranks, 1 KiB to 4 MiB; nothing for one process."""
+def communication_rows(device: torch.device, largest: float, budget_seconds: float) -> list[dict[str, Any]]:
+    """Messages between neighbours, and all-reduces of all ranks and of those of a node; nothing for one process.
+
+    Args:
+        largest: bytes of the largest message that a plan may send; of 1 KiB to 4 MiB no size above twice that.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     rank, ranks = dist.get_rank(), dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     peers = {"node": 1} if per_node > 1 else {}
+    groups = {"node": per_node} if per_node > 1 else {}
     if per_node < ranks:
         peers["across"] = per_node
+        groups["across"] = ranks
+    nodes = [dist.new_group(range(first, min(first + per_node, ranks))) for first in range(0, ranks, per_node)]
+    group_of = {"node": nodes[rank // per_node], "across": dist.group.WORLD}
+    sizes = [size for size in (2**10, 2**14, 2**18, 2**20, 2**22) if size <= max(2**18, 2 * largest)]
+    left = len(sizes) * (len(peers) + len(groups))
+    until = time.perf_counter() + budget_seconds
     rows = []
-    for size in (2**10, 2**14, 2**18, 2**20, 2**22):
+    for size in sizes:
         message = torch.zeros(size // 4, device=device)
+
+        def measure(fields: dict[str, Any], function: Callable[[], Any], share: float) -> None:
+            nonlocal left
+            seconds = _timed(function, device, share, (until - time.perf_counter()) / left)
+            rows.append({"bytes": size, **fields, **seconds})  # noqa: B023  (called at once)
+            left -= 1
+
         for link, peer in peers.items():
 
             def exchange(message: Tensor = message, peer: int = peer) -> None:
@@ -46,23 +63,33 @@ def communication_rows(device: torch.device) -> list[dict[str, Any]]:
                     first(message, peer if rank == 0 else 0)
                     second(message, peer if rank == 0 else 0)
 
-            rows.append({"kind": "transfer", "bytes": size, "link": link, **_timed(exchange, device, 0.5)})
-        link = "across" if per_node < ranks else "node"
-        reduced = _timed(lambda message=message: dist.all_reduce(message), device, 1.0)  # type: ignore[misc]
-        rows.append({"kind": "all_reduce", "bytes": size, "ranks": ranks, "link": link, **reduced})
+            measure({"kind": "transfer", "link": link}, exchange, 0.5)
+        for link, count in groups.items():
+
+            def reduce(message: Tensor = message, link: str = link) -> None:
+                dist.all_reduce(message, group=group_of[link])
+
+            measure({"kind": "all_reduce", "ranks": count, "link": link}, reduce, 1.0)
+    for group in nodes:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
     return rows
 
 
-def _timed(function: Callable[[], Any], device: torch.device, share: float) -> dict[str, Any]:
-    """Median of the slowest rank's time over ten calls."""
-    samples = []
-    for _ in range(12):
+def _timed(function: Callable[[], Any], device: torch.device, share: float, budget_seconds: float) -> dict[str, Any]:
+    """Median of the slowest rank's time over ten calls, over fewer where the time is up: at least two."""
+    samples: list[float] = []
+    agreed = [budget_seconds]
+    dist.broadcast_object_list(agreed)  # clocks differ a little, and all must stop at the same call
+    for call in range(12):
         dist.barrier()
         began = time.perf_counter()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        samples.append(share * (time.perf_counter() - began))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, samples[2:])
-    return median(np.max(everyone, axis=0).tolist())
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, time.perf_counter() - began)
+        samples.append(max(everyone))
+        if call >= 2 and sum(samples) > agreed[0]:
+            break
+    return median([share * seconds for seconds in samples[min(2, len(samples) - 2) :]])

@@ -1,0 +1,125 @@
+"""Which link a message of a plan takes, how many messages share it, and for how long it has it.
+
+Ranks are numbered as the mesh numbers them: stages, then replicas, then the ranks of a ring side by side; a node has
+``per_node`` of them in a row. What leaves a node, or enters one, takes the one link that the node has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megagraph.planner.plan import Plan
+from megagraph.planner.terms import Rates, all_reduce_terms, dot
+
+Ranks = NDArray[np.int64]
+
+
+class Wire(NamedTuple):
+    """What a message takes.
+
+    Args:
+        seconds: for which it has the link.
+        latency: after which it is there.
+    """
+
+    seconds: float = 0.0
+    latency: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """From its start to its arrival."""
+        return self.seconds + self.latency
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds per message and byte of the links of some nodes.
+
+    Args:
+        rates: of "node", within one, and "across", between two; where one is missing, the other one's.
+        per_node: ranks of a node; ``None``: one node has all.
+    """
+
+    rates: Mapping[str, Rates]
+    per_node: int | None = None
+
+    def boundaries(self, plan: Plan, size: float) -> list[Wire]:
+        """From each stage to the next, of all replicas at once; as long as the way back."""
+        wires = [self._wire(size, _to_next_stage(plan.pp, plan.cp * plan.dp, i, self.per_node)) for i in range(plan.pp)]
+        return [wires[stage % plan.pp] for stage in range(plan.num_stages - 1)]
+
+    def hop(self, plan: Plan, size: float) -> float:
+        """Every rank of every ring sends to the next one."""
+        return self._wire(size, _around(plan.cp, plan.world_size, self.per_node)).total
+
+    def to_all(self, plan: Plan, size: float) -> float:
+        """Every rank sends as much to each other one of its ring: its own link has P - 1 messages, its node's all that
+        leave."""
+        inside = self._wire(size * (plan.cp - 1), 0)
+        return max(inside.total, self._wire(size, _to_all(plan.cp, plan.world_size, self.per_node)).total)
+
+    def shared(self, plan: Plan, size: float) -> float:
+        """Every rank sends so much to others of its ring, nobody knows to which."""
+        spans = _around(plan.cp, plan.world_size, self.per_node) > 0
+        return self._wire(size, min(self.per_node or 1, plan.cp) if spans else 0).total
+
+    def all_reduce(self, plan: Plan) -> tuple[float, float]:
+        """Seconds, and seconds a byte, of a sum over all replicas of a stage."""
+        ranks = plan.cp * plan.dp
+        flows = _around(ranks, plan.world_size, self.per_node)
+        rates = self._rates(flows)
+        if "all_reduce.byte" not in rates:  # messages of a ring, where nobody has measured a sum
+            rates = {f"all_reduce.{part}": rates.get(f"transfer.{part}", 0.0) for part in ("call", "byte")}
+        terms = all_reduce_terms(1.0, ranks)
+        calls = dot(rates, {"all_reduce.call": terms["all_reduce.call"]})
+        return calls, max(flows, 1) * dot(rates, {"all_reduce.byte": terms["all_reduce.byte"]})
+
+    def spans_nodes(self, plan: Plan) -> bool:
+        return self.per_node is not None and plan.world_size > self.per_node
+
+    def _wire(self, size: float, flows: int) -> Wire:
+        """Of a message of ``size`` bytes, where at most so many leave a node; 0: none does."""
+        rates = self._rates(flows)
+        return Wire(rates.get("transfer.byte", 0.0) * size * max(flows, 1), rates.get("transfer.call", 0.0))
+
+    def _rates(self, flows: int) -> Rates:
+        own, other = ("across", "node") if flows else ("node", "across")
+        return self.rates.get(own, {}) or self.rates.get(other, {})
+
+
+@cache
+def _to_next_stage(pp: int, replicas: int, stage: int, per_node: int | None) -> int:
+    source = stage * replicas + np.arange(replicas)
+    return _most_that_leave(source, (source + replicas) % (pp * replicas), per_node)
+
+
+@cache
+def _around(size: int, world_size: int, per_node: int | None) -> int:
+    """Rings of ``size`` ranks side by side."""
+    source = np.arange(world_size)
+    return _most_that_leave(source, source - source % size + (source + 1) % size, per_node)
+
+
+@cache
+def _to_all(size: int, world_size: int, per_node: int | None) -> int:
+    if per_node is None:
+        return 0
+    node = np.arange(world_size) // per_node
+    ring = np.arange(world_size) // size
+    here = np.unique(np.stack([node, ring]), axis=1, return_counts=True)[1]
+    leaving = np.bincount(np.unique(np.stack([node, ring]), axis=1)[0], here * (size - here))
+    return int(leaving.max())
+
+
+def _most_that_leave(source: Ranks, target: Ranks, per_node: int | None) -> int:
+    """Of messages between ranks, those that leave one node, or enter one; 0 where all stay inside."""
+    if per_node is None:
+        return 0
+    crossing = source // per_node != target // per_node
+    return max((int(np.bincount(ranks[crossing] // per_node).max(initial=0)) for ranks in (source, target)), default=0)
