@@ -22,7 +22,18 @@ AREAS = {
         *("sample", "structure", "coarsen", "loader", "store", "header", "check", "cache"),
     ),
     "megagraph/parallel": ("pipeline", "replicate", "embedding"),
-    "megagraph/planner": ("workload", "terms", "seconds", "memory", "cost", "search", "split", "schedule"),
+    "megagraph/planner": (
+        "workload",
+        "terms",
+        "seconds",
+        "memory",
+        "cost",
+        "search",
+        "split",
+        "schedule",
+        "links",
+        "simulate",
+    ),
     "megagraph": ("epochs", "checkpoint", "state", "run", "weights", "files"),
 }
 STEPS = (
@@ -36,6 +47,8 @@ PLANS = (
     "tests/planner/test_cost.py",
     "tests/planner/test_search.py",
     "tests/planner/test_schedule.py",
+    "tests/planner/test_simulate.py",
+    "tests/planner/test_links.py",
 )
 FIT = ("tests/planner/test_profile.py", "tests/planner/test_cost.py", "tests/planner/test_bad_input.py")
 RUNS = ("tests/test_checkpoint.py", "tests/test_run.py", "tests/test_starts.py")
@@ -133,9 +146,9 @@ AUDITED = (
     Mutant("no headroom", "megagraph/planner/search.py", "self.limit = limit * (1 - HEADROOM)", "self.limit = limit"),
     Mutant(
         "all-reduce over dp alone",
-        "megagraph/planner/cost.py",
-        "replicas = plan.cp * plan.dp\n        reduced",
-        "replicas = plan.dp\n        reduced",
+        "megagraph/planner/links.py",
+        "ranks = plan.cp * plan.dp\n        flows",
+        "ranks = plan.dp\n        flows",
     ),
     Mutant(
         "features of the first stage are free",
@@ -283,9 +296,9 @@ DRAWN = (
     ),
     Mutant(
         "transfer_seconds",
-        "megagraph/planner/seconds.py",
-        'return link.get("transfer.call", 0.0) + link.get("transfer.byte", 0.0) * size',
-        'return link.get("transfer.call", 0.0) - link.get("transfer.byte", 0.0) * size',
+        "megagraph/planner/links.py",
+        'return Wire(rates.get("transfer.byte", 0.0) * size * max(flows, 1)',
+        'return Wire(-rates.get("transfer.byte", 0.0) * size * max(flows, 1)',
     ),
     Mutant(
         "read",

@@ -108,6 +108,7 @@ def worker(name: tyro.conf.Positional[str]) -> None:
         cost = fit(profiled)
         limit = auto.default_memory_bytes(real_plans.DEVICE)
         best = search(cost, cost.profiled()[0], bed.ranks, limit).best.plan
+        best = replace(best, layers=best.layers if best.pp > 1 else ())  # as the lists have it
         listed = TWO if bed.ranks == 2 else FOUR
         plans = listed if best in listed else (*listed, best)
         chosen = [plans, best]

@@ -199,11 +199,19 @@ class CostModel:
         replicas = plan.cp * plan.dp
         calls, per_byte = links.all_reduce(plan)
         reduced = ends + calls + per_byte * 4 * parameters  # begins when a rank has all of its gradients
+        sharding = 0.0
+        if plan.shard:
+            # every layer gathers its parameters, without a pipeline again backward; each is half of an all-reduce, and
+            # so is the sum of gradients over NCCL, where gloo sums them for all ranks
+            halves = (2 if plan.pp == 1 else 1) + (0 if gloo else -1)
+            units = max(layers) * plan.stages_per_rank + 1
+            sharding = halves / 2 * float((per_byte * 4 * parameters).max()) + max(halves, 0) / 2 * units * calls
         updated = float(parameters.max()) / (replicas if plan.shard else 1)
         return {
             "slowest rank computes": compute,
             "bubble and transfers": pipeline - compute,
-            "all-reduce": float(reduced.max() - pipeline),
+            "all-reduce": max(0.0, float(reduced.max()) - pipeline),
+            "parameter gathers": sharding,
             "optimizer": dot(self.seconds.get("forward", {}), optimizer_terms(updated)),
             "loader stall": self.stall_seconds,
         }

@@ -126,6 +126,20 @@ def test_gradients_are_summed_over_dp_and_cp():
     assert got == pytest.approx(6 * 100 + 6 * 4 * num / 4, rel=1e-12)
 
 
+@pytest.mark.parametrize(("device", "sums"), [("cpu", 6), ("cuda", 3)])
+def test_sharded_parameters_are_gathered_forward_and_backward(device, sums):
+    """Of 4 ranks: 3 fourths of all parameters come, twice, and gradients go to whom they belong, as many; gloo, which
+    only sums for all, sends them back as well."""
+    cost = replace(cost_model(link={"all_reduce.byte": 1.0}), origin={"device_type": device})
+    num = sum(p.numel() for p in HierarchicalGT(CONFIG).parameters())
+    got = cost.step_seconds(CONFIG, mg.Plan(dp=4, shard=True))
+    assert got == pytest.approx((3 + 3 + sums) * 4 * num / 4, rel=1e-12)
+    # a pipeline keeps what it gathered until its last micro-batch has come back
+    first, layer, last = parameters(CONFIG)
+    got = cost.step_seconds(CONFIG, mg.Plan(pp=2, dp=2, shard=True, num_microbatches=2))
+    assert got == pytest.approx((1 + sums / 3) * 4 * (layer + max(first, last)) / 2, rel=1e-12)
+
+
 @pytest.mark.parametrize(("comm", "bias", "pair_bytes"), [("ring", "bucket", 1), ("allgather", "projected", 3 * 4)])
 def test_bytes_of_two_stages(comm, bias, pair_bytes):
     config = replace(CONFIG, bias=bias)

@@ -1,0 +1,87 @@
+"""Which messages share the link of a node, against a list of every message of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import megagraph as mg
+from megagraph.planner.links import Links, Wire
+
+ACROSS = {"transfer.call": 0.5, "transfer.byte": 2.0, "all_reduce.call": 0.25, "all_reduce.byte": 3.0}
+NODE = {"transfer.call": 0.125, "transfer.byte": 0.0625, "all_reduce.call": 0.0078125, "all_reduce.byte": 0.03125}
+RATES = {"node": NODE, "across": ACROSS}
+PLANS = [(1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 2, 2), (1, 4, 2), (3, 2, 2), (2, 3, 2)]
+
+
+def rank_of(plan, stage, replica, place):
+    return (stage * plan.dp + replica) * plan.cp + place
+
+
+def rings(plan):
+    for stage in range(plan.pp):
+        for replica in range(plan.dp):
+            yield [rank_of(plan, stage, replica, place) for place in range(plan.cp)]
+
+
+def busiest(messages, per_node):
+    """How many messages cross the busiest link of a node in one direction."""
+    out, into = Counter(), Counter()
+    for source, target in messages:
+        if source // per_node != target // per_node:
+            out[source // per_node] += 1
+            into[target // per_node] += 1
+    return max([*out.values(), *into.values()], default=0)
+
+
+def seconds(messages, per_node, size):
+    """Of messages that start at once: those that share a link are through when all of their bytes are."""
+    crossing = busiest(messages, per_node)
+    if crossing:
+        return crossing * size * ACROSS["transfer.byte"], ACROSS["transfer.call"]
+    return size * NODE["transfer.byte"], NODE["transfer.call"]
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("sizes", PLANS, ids=str)
+def test_every_message_of_a_plan(sizes, per_node):
+    plan = mg.Plan(pp=sizes[0], cp=sizes[1], dp=sizes[2], num_microbatches=1 if sizes[0] == 1 else 2)
+    links = Links(RATES, per_node)
+    for stage, wire in enumerate(links.boundaries(plan, 8.0)):
+        pairs = [
+            (rank_of(plan, stage, replica, place), rank_of(plan, stage + 1, replica, place))
+            for replica in range(plan.dp)
+            for place in range(plan.cp)
+        ]
+        assert (wire.seconds, wire.latency) == seconds(pairs, per_node, 8.0)
+    around = [(ring[i - 1], ring[i]) for ring in rings(plan) for i in range(plan.cp) if plan.cp > 1]
+    assert links.hop(plan, 8.0) == sum(seconds(around, per_node, 8.0))
+
+
+def test_all_to_all_has_every_message_that_leaves():
+    # two nodes of two ranks in one ring: from each node 2 * 2 messages leave, of 8 bytes each
+    plan = mg.Plan(cp=4)
+    assert Links(RATES, 2).to_all(plan, 8.0) == 4 * 8 * 2.0 + 0.5
+    # in one node a rank's own three messages
+    assert Links(RATES, 4).to_all(plan, 8.0) == 3 * 8 * 0.0625 + 0.125
+
+
+def test_a_sum_over_all_replicas_goes_around_the_nodes():
+    # six messages of a fourth of the bytes, one after the other, over the link between neighbours
+    assert Links(RATES, 2).all_reduce(mg.Plan(cp=2, dp=2)) == (6 * 0.25, 6 / 4 * 3.0)
+    # two messages of half of them: of both stages' pairs of ranks 0 1 | 2 3 one crosses, then, on nodes 0 1 2 | 3
+    assert Links(RATES, 3).all_reduce(mg.Plan(pp=2, dp=2, num_microbatches=2)) == (2 * 0.25, 2 / 2 * 3.0)
+    # none does
+    assert Links(RATES, 2).all_reduce(mg.Plan(pp=2, dp=2, num_microbatches=2)) == (2 * 0.0078125, 2 / 2 * 0.03125)
+    # the ring of six ranks on two nodes leaves each of them once
+    assert Links(RATES, 3).all_reduce(mg.Plan(cp=3, dp=2)) == (10 * 0.25, 10 / 6 * 3.0)
+
+
+def test_what_was_not_measured_is_taken_from_what_was():
+    plan = mg.Plan(dp=2)
+    assert Links({"node": NODE}, 1).all_reduce(plan) == Links({"node": NODE}).all_reduce(plan)
+    sends = {"transfer.call": 0.5, "transfer.byte": 2.0}
+    # a sum is two exchanges of half of the bytes
+    assert Links({"across": sends}, 1).all_reduce(plan) == (2 * 0.5, 2.0)
+    assert Links({}, 1).boundaries(mg.Plan(pp=2, num_microbatches=2), 8.0) == [Wire(0.0, 0.0)]
