@@ -59,6 +59,7 @@ def _compiles(folder: str, barrier: Any, queue: Any) -> None:
     queue.put(sum(compiled.stats.cache_misses.values()))
 
 
+@pytest.mark.slow
 def test_of_processes_that_need_a_function_one_compiles_it(tmp_path):
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(3), context.Queue()

@@ -90,6 +90,7 @@ def wait_for(path: Path, lines: int, process: Command) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_loader_workers_do_not_hold_the_lock_of_a_rank_that_was_killed(tmp_path, flags):
     out = tmp_path / "run"
     process = Command("train", *flags, "--epochs", 1000, "--workers", 2, "--out", out)

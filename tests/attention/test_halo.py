@@ -58,8 +58,14 @@ def test_super_nodes_see_and_are_seen_by_all(way, world_size, B, num_super, cut)
     assert_equal(expected(whole, attend_by(lambda bias: data.bias(bias.table), **options)), expected(whole))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", [*FORMS, "bordered"])
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        pytest.param(form, way, marks=[] if way == "halo" or form in ("bucket", "bordered") else [pytest.mark.slow])
+        for form in (*FORMS, "bordered")
+        for way in WAYS
+    ],
+)
 def test_kernels(form, way):
     options = dict(num_super=2, world_size=3, comm=way, cuts=CUTS[3], impl="triton")
     if form == "bordered":

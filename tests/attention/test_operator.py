@@ -76,8 +76,15 @@ def test_fp32_is_as_good_as_eager(form, impl):
     assert_matches(run(problem, impl), problem)
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("dtype", [EXACT, torch.float32 if DEVICE == "cpu" else torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "dropout_p"),
+    [
+        (EXACT, 0.3),
+        (OTHER := torch.float32 if DEVICE == "cpu" else torch.bfloat16, 0.0),
+        pytest.param(EXACT, 0.0, marks=pytest.mark.slow),
+        pytest.param(OTHER, 0.3, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_kernels_for_long_sequences_with_narrow_heads(form, dtype, dropout_p):
     pytest.importorskip("triton", reason="triton has wheels for Linux only")
@@ -243,7 +250,7 @@ def test_autocast_stays_outside(impl):
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["none", *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS[1:])])
 def test_compiles(form):
     problem = make_problem(form, Shape(9, 11, 8), dtype=torch.float32, dropout_p=0.3)
 

@@ -100,6 +100,7 @@ def test_baselines_learn_and_keep_to_their_time(baseline):
         assert found["stopped"] in ("seconds", "patience") and found["cpu_seconds"] < 20
 
 
+@pytest.mark.slow
 def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tmp_path, capsys):
     graph = synthetic_graph(num_nodes=200, num_classes=3, in_features=8)
     write_store(graph, tmp_path / "store")

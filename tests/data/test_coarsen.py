@@ -121,6 +121,7 @@ def test_a_signal_to_all_processes_of_a_job_leaves_metis_to_its_parent(asked, gr
     assert (partition(graph, 40) == np.arange(300) % 40).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it goes on to its end")
 def test_metis_ends_with_its_parent(graph, part_graph, tmp_path):
     part_graph(f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(os.getpid())) and time.sleep(60)")

@@ -178,6 +178,7 @@ def test_learns_resumes_predicts_and_is_evaluated(tmp_path, graph):
     assert resumed.steps == 12
 
 
+@pytest.mark.slow
 def test_structure_of_other_nodes_tells_nothing(tmp_path, graph):
     """The same number of pairs of the same kinds, between other nodes; and worse for it."""
     own, other = (the_batch(prepare(graph, options(shuffle_structure=s)))[1].structure for s in (False, True))
@@ -201,6 +202,7 @@ def test_propagated_features_are_powers_of_the_adjacency(graph):
     assert propagated(graph, 0) is graph
 
 
+@pytest.mark.slow
 def test_propagated_features_train_and_predict(tmp_path, graph):
     for batching in ("full", "ego"):
         changes = dict(

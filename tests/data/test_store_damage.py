@@ -89,7 +89,9 @@ DAMAGE = (flip, flip, put_a_number, put_a_number, cut, delete, swap, append, cle
 
 
 @pytest.mark.parametrize("form", ["same", "sparse"])
-@pytest.mark.parametrize("kept", [True, False], ids=["partitions kept", "no cache"])
+@pytest.mark.parametrize(
+    "kept", [pytest.param(True, marks=pytest.mark.slow), False], ids=["partitions kept", "no cache"]
+)
 def test_damage_is_refused_or_changes_nothing(form, kept, tmp_path):
     store, other = tmp_path / "store", tmp_path / "other"
     make(store, form)

@@ -226,6 +226,7 @@ def test_bad_config(changes, message):
         replace(CONFIG, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_the_whole_model_compiles(model, batch):
     key = mg.dropout_keys(0, 5, batch.sequence_ids)
