@@ -39,7 +39,7 @@ from megagraph import cli, epochs, files
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
 from megagraph.models.config import ModelConfig
-from megagraph.planner.fitting import save_rows
+from megagraph.planner.rows import save_rows
 from tests.planner import synthetic
 
 ROOT = Path(__file__).parent.parent

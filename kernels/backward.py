@@ -27,7 +27,6 @@ from megagraph.kernels.tile import (
     exp,
     find_keys,
     head_ptr,
-    heads_ptrs,
     load_lse,
     load_rows,
     loop,
@@ -51,18 +50,6 @@ def row_delta(d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_M: 
     products = row_products(d_out, out, place, exists, D, BLOCK_D, delta_ptr.dtype.element_ty)
     delta = delta_of(products, d_lse_ptr, bh * M + rows, exists)
     tl.store(delta_ptr + bh * M + rows, delta, mask=exists)
-
-
-@triton.jit
-def write_heads(x, t, b, heads, start, offs, exist, values, ACCUMULATE: tl.constexpr):
-    """Rows start + offs of several heads of t = values [GROUP, BLOCK, .], or +=, where they exist [GROUP, BLOCK]; they
-    are this program's alone."""
-    WIDTH: tl.constexpr = values.shape[2]
-    ptrs = heads_ptrs(x, t, b, heads, start, offs, WIDTH)
-    keep = exist[:, :, None] & (tl.arange(0, WIDTH) < x.D)[None, None, :]
-    if ACCUMULATE:
-        values += tl.load(ptrs, mask=keep, other=0.0)
-    tl.store(ptrs, values, mask=keep)
 
 
 @triton.jit

@@ -209,13 +209,8 @@ def _narrow_bwd(
     at_once = min(key_tiles, max(1, PARTS_BYTES // (B * query_rows * heads * D * dtype.itemsize)))
     parts = recorder.empty(at_once, B, query_rows, heads, D, dtype=dtype) if key_tiles > 1 else None
     total = recorder.empty(B, query_rows, heads, D, dtype=dtype) if key_tiles > at_once else None
-    constants = {
-        "HEADS": heads,
-        "PACKED": packed,
-        "WIDTH": width,
-        "LOW_D": 8 if D <= 8 else 16,
-        "ACCUMULATE": gradients.accumulate,
-    }
+    low_d = 8 if D <= 8 else 16
+    constants = dict(HEADS=heads, PACKED=packed, WIDTH=width, LOW_D=low_d, ACCUMULATE=gradients.accumulate)
     narrow = Narrow(
         q=rows(q, query_rows),
         k=rows(k, key_rows),

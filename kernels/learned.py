@@ -16,9 +16,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megagraph.kernels.backward import write_heads
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.halves import equal
+from megagraph.kernels.heads import HeadRows, hide_of_heads, load_heads, write_heads
 from megagraph.kernels.tile import (
     REST,
     TABLE_SIZE,
@@ -29,8 +29,6 @@ from megagraph.kernels.tile import (
     dot,
     exp,
     head_ptr,
-    hide_of_heads,
-    load_heads,
     load_lse,
     loop,
     plane_offsets,
@@ -76,7 +74,7 @@ def _load(x, t, heads, queries, keys, offs, TOGETHER: tl.constexpr, MASKED: tl.c
         else:
             return tl.load(ptrs)
     else:
-        return load_heads(x, t, queries.b, queries.h, keys.start, offs, keys.left, MASKED)
+        return load_heads(x, t, HeadRows(queries.b, queries.h, keys.start, offs), keys.left, MASKED)
 
 
 @triton.jit
@@ -217,8 +215,9 @@ def learned_pass(
     offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)  # rows beyond M likewise
     exists = (offs_h < x.H)[:, None] & in_rows[None, :]
     stat = (b * x.H + h)[:, None] * x.M + row + offs_m[None, :]
-    q = load_heads(x, x.q, b, h, row, offs_m, x.M, False)
-    do = load_heads(x, saved.d_out, b, h, row, offs_m, x.M, False)
+    of_rows = HeadRows(b, h, row, offs_m)
+    q = load_heads(x, x.q, of_rows, x.M, False)
+    do = load_heads(x, saved.d_out, of_rows, x.M, False)
     delta = tl.load(saved.delta + stat, mask=exists, other=0.0)[:, :, None]
     rows = Rows(q, do, load_lse(x, saved.lse, stat, exists), delta)
     queries = Queries(b, h, row, offs_m, in_rows, row_keys(x, b, h[:, None], (row + offs_m)[None, :]))
@@ -232,6 +231,6 @@ def learned_pass(
     sums = tl.zeros([WARPS, ROWS, GROUP], x.ACC_DTYPE)
     for i in loop(0, x.num_segments, 1):
         dq, sums = _learned_keys(x, dq, sums, rows, heads, queries, i, TOGETHER, BLOCK_N)
-    write_heads(x, dq_out, b, h, row, offs_m, exists, dq * x.scale, ACCUMULATE)
+    write_heads(x, dq_out, of_rows, exists, dq * x.scale, ACCUMULATE)
     offs_sums = tl.arange(0, ROWS)[:, None] + tl.arange(0, GROUP)[None, :] * ROWS
     tl.store(partials + pid * (ROWS * GROUP) + offs_sums, tl.sum(sums, axis=0))

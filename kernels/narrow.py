@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.kernels.backward import write_heads
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.halves import equal, multiply_add
+from megagraph.kernels.heads import HeadRows, heads_ptrs, planes_ptrs, write_heads
 from megagraph.kernels.tile import (
     INTERPRET,
     LOG2E,
@@ -30,18 +30,16 @@ from megagraph.kernels.tile import (
     Queries,
     Strided,
     _load_plane,
-    _masked_pairs,
-    _padding,
     add_dot,
     bucket_tile,
     delta_of,
     dot,
     find_keys,
-    heads_ptrs,
     load_lse,
     loop,
+    masked_pairs,
+    padding_of,
     plane_offsets,
-    planes_ptrs,
     row_products,
 )
 
@@ -85,9 +83,10 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def _copy_rows(x, n, source, target, place, exists, first, second, third):
+def _copy_rows(x, n, source, target, place, exists, ends):
     """Rows (b, h, row) [BLOCK] of ``source`` to ``target``, each with three numbers after its own."""
     b, h, row = place
+    first, second, third = ends
     offs_d = tl.arange(0, n.WIDTH)[None, :]
     ptrs = source.ptr + (b * source.strides[0] + h * source.strides[1] + row * source.strides[2])[:, None]
     values = tl.load(ptrs + offs_d * source.strides[3], mask=exists[:, None] & (offs_d < x.D), other=0.0)
@@ -106,7 +105,7 @@ def _copy_split(x, n, source, target, place, exists, value):
     first = value.to(dtype).to(x.ACC_DTYPE)
     second = (value - first).to(dtype).to(x.ACC_DTYPE)
     third = value - first - second
-    _copy_rows(x, n, source, target, place, exists, first, second, third)
+    _copy_rows(x, n, source, target, place, exists, (first, second, third))
 
 
 @triton.jit
@@ -136,8 +135,8 @@ def pack_rows(x, n, saved, query_programs, BLOCK: tl.constexpr):
         h, row, b = flat % n.HEADS, flat // n.HEADS % n.key_rows, flat // n.HEADS // n.key_rows
         exists = (h < x.H) & (row < x.Nk)
         ones = tl.full([BLOCK], 1.0, x.ACC_DTYPE)
-        _copy_rows(x, n, x.k, n.k, (b, h, row), exists, ones, ones, ones)
-        _copy_rows(x, n, x.v, n.v, (b, h, row), exists, ones, ones, ones)
+        _copy_rows(x, n, x.k, n.k, (b, h, row), exists, (ones, ones, ones))
+        _copy_rows(x, n, x.v, n.v, (b, h, row), exists, (ones, ones, ones))
 
 
 # ---- the pass
@@ -151,14 +150,16 @@ def _offsets(n, heads, offs, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, n, t, num_rows, b, heads, start, offs, COLUMNS: tl.constexpr):
-    """Rows start + offs of several heads of t, [GROUP, BLOCK, COLUMNS]; zero beyond D, where packed ones go on."""
+def _load_rows(x, n, t, num_rows, of, COLUMNS: tl.constexpr):
+    """Rows of several heads of t, [GROUP, BLOCK, COLUMNS]; zero beyond D, where packed ones go on."""
     if n.PACKED:
         rows = tl.load(
-            t.ptr + (b * num_rows + start) * (n.HEADS * n.WIDTH) + _offsets(n, heads, offs, n.WIDTH, COLUMNS)
+            t.ptr
+            + (of.b * num_rows + of.start) * (n.HEADS * n.WIDTH)
+            + _offsets(n, of.heads, of.offs, n.WIDTH, COLUMNS)
         )
     else:
-        ptrs = heads_ptrs(x, t, b, heads, start, offs, COLUMNS)
+        ptrs = heads_ptrs(x, t, of, COLUMNS)
         rows = tl.load(ptrs, mask=(tl.arange(0, COLUMNS) < x.D)[None, None, :], other=0.0)
     if INTERPRET and rows.dtype == tl.bfloat16:  # the interpreter multiplies bf16 bit patterns
         rows = rows.to(tl.float32)
@@ -167,7 +168,7 @@ def _load_rows(x, n, t, num_rows, b, heads, start, offs, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr):
-    """Scores [GROUP, BLOCK_N, BLOCK_M] as ``tile.scores_of_heads`` says, in base 2 if FOLD; those of a query that does
+    """Scores [GROUP, BLOCK_N, BLOCK_M] of a group, in base 2 if FOLD; those of a query that does
     not exist are some number."""
     heads = tl.minimum(queries.h, x.H - 1)
     s = qk * (x.scale * LOG2E if x.FOLD else x.scale)
@@ -195,10 +196,10 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
         else:  # rounded as forward does it, to which lse belongs
             s += bias.to(x.ACC_DTYPE) * LOG2E
         if x.bias_mask is not None:
-            masked = tl.trans(_masked_pairs(x, queries, keys, offs_n, None, False))
+            masked = tl.trans(masked_pairs(x, queries, keys, offs_n, None, False))
             s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
     if x.padding is not None:
-        s += _padding(x, queries.b, keys.col, offs_n, None, False)[None, :, None]
+        s += padding_of(x, queries.b, keys.col, offs_n, None, False)[None, :, None]
     if MASKED:
         s = tl.where((tl.arange(0, offs_n.shape[0]) < keys.left)[None, :, None], s, -float("inf"))
     return s
@@ -222,12 +223,13 @@ def _channels(x, queries, keys, offs_n, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def _add_learned(x, n, sums, ds, queries, keys, offs_n, WARPS: tl.constexpr, MASKED: tl.constexpr):
+def _add_learned(x, n, sums, ds, queries, keys, offs_n, MASKED: tl.constexpr):
     """The share of ds [GROUP, BLOCK_M, BLOCK_N] of the gradient: a plane is written, a table's or projection's added.
 
     Every warp sums pairs of its own, so that none does the work of another.
     """
     GROUP: tl.constexpr = ds.shape[0]
+    WARPS: tl.constexpr = sums.shape[0]
     PAIRS: tl.constexpr = ds.shape[1] * ds.shape[2] // WARPS
     if x.FORM == "dense":
         heads = Queries(queries.b, tl.minimum(queries.h, x.H - 1), queries.row, queries.offs, None, None)
@@ -252,7 +254,7 @@ def _add_learned(x, n, sums, ds, queries, keys, offs_n, WARPS: tl.constexpr, MAS
 
 @triton.jit
 def _pass_tile(
-    x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, WARPS: tl.constexpr, MASKED: tl.constexpr
+    x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, MASKED: tl.constexpr
 ):  # fmt: skip
     """Add the share of some queries to the sums, and write what these keys add to their dq."""
     b, heads, row = queries.b, queries.h, queries.row
@@ -261,11 +263,11 @@ def _pass_tile(
     offs_n = tl.arange(0, k.shape[1])
     if MASKED:
         offs_n = tl.minimum(offs_n, keys.left - 1)
-    own = heads if n.PACKED else tl.minimum(heads, x.H - 1)
-    q = _load_rows(x, n, n.q, n.query_rows, b, own, row, own_m, n.WIDTH)
-    do = _load_rows(x, n, n.d_out, n.query_rows, b, own, row, own_m, n.WIDTH)
-    q_low = _load_rows(x, n, n.q, n.query_rows, b, own, row, own_m, n.LOW_D)
-    do_low = _load_rows(x, n, n.d_out, n.query_rows, b, own, row, own_m, n.LOW_D)
+    of_rows = HeadRows(b, heads if n.PACKED else tl.minimum(heads, x.H - 1), row, own_m)
+    q = _load_rows(x, n, n.q, n.query_rows, of_rows, n.WIDTH)
+    do = _load_rows(x, n, n.d_out, n.query_rows, of_rows, n.WIDTH)
+    q_low = _load_rows(x, n, n.q, n.query_rows, of_rows, n.LOW_D)
+    do_low = _load_rows(x, n, n.d_out, n.query_rows, of_rows, n.LOW_D)
     exists = (heads < x.H)[:, None] & queries.inside[None, :]
     stat = (b * x.H + tl.minimum(heads, x.H - 1))[:, None] * x.M + (row + queries.offs)[None, :]
 
@@ -284,7 +286,7 @@ def _pass_tile(
         if n.PACKED or saved.out is None:
             delta = tl.load(saved.delta + stat, mask=exists, other=0.0)
         else:
-            out = _load_rows(x, n, saved.out, n.query_rows, b, own, row, own_m, n.LOW_D)
+            out = _load_rows(x, n, saved.out, n.query_rows, of_rows, n.LOW_D)
             delta = delta_of(out.to(x.ACC_DTYPE) * do_low.to(x.ACC_DTYPE), saved.d_lse, stat, exists)
         dp -= delta[:, None, :]
     ds = p * dp
@@ -297,12 +299,12 @@ def _pass_tile(
         start = n.parts + (place * n.part + (b * n.query_rows + row) * (n.HEADS * x.D))
         tl.store(start + _offsets(n, heads, offs_m, x.D, n.LOW_D), dq, mask=offs_d < x.D)
     else:
-        write_heads(x, n.dq, b, own, row, own_m, exists, dq * x.scale, n.ACCUMULATE)
+        write_heads(x, n.dq, of_rows, exists, dq * x.scale, n.ACCUMULATE)
     learned = sums.learned
     if n.d_learned is not None:
         if x.FORM == "dense":
             turned = tl.permute(ds.to(n.d_learned.ptr.dtype.element_ty), (0, 2, 1))
-        learned = _add_learned(x, n, learned, turned, queries, keys, offs_n, WARPS, MASKED)
+        learned = _add_learned(x, n, learned, turned, queries, keys, offs_n, MASKED)
     return Sums(dk, dv, learned)
 
 
@@ -327,9 +329,10 @@ def one_pass(
     own = heads if n.PACKED else tl.minimum(heads, x.H - 1)
     offs_n = tl.arange(0, BLOCK_N)
     near_n = tl.minimum(offs_n, tl.maximum(left - 1, 0))  # what does not exist repeats the last that does
-    k = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, near_n, n.WIDTH)
-    v = _load_rows(x, n, n.v, n.key_rows, b, own, keys.start, near_n, n.WIDTH)
-    k_low = _load_rows(x, n, n.k, n.key_rows, b, own, keys.start, near_n, n.LOW_D)
+    of_keys = HeadRows(b, own, keys.start, near_n)
+    k = _load_rows(x, n, n.k, n.key_rows, of_keys, n.WIDTH)
+    v = _load_rows(x, n, n.v, n.key_rows, of_keys, n.WIDTH)
+    k_low = _load_rows(x, n, n.k, n.key_rows, of_keys, n.LOW_D)
     dk = tl.zeros([GROUP, BLOCK_N, n.LOW_D], x.ACC_DTYPE)
     if x.FORM == "projected":
         learned = tl.zeros([WARPS, GROUP, BLOCK_R], x.ACC_DTYPE)
@@ -351,12 +354,13 @@ def one_pass(
                 following = tl.minimum(tl.cast(row + BLOCK_M, tl.int32), tl.cast(whole - BLOCK_M, tl.int32))
                 ahead = _buckets(x, b, tl.cast(following, tl.int64), offs_m, keys, offs_n)
             queries = Queries(b, heads, row, near_m, offs_m < x.M - row, None)
-            sums = _pass_tile(x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, WARPS, MASKED)
+            sums = _pass_tile(x, n, saved, sums, k, v, k_low, queries, keys, bucket, place, MASKED)
             bucket = ahead
 
-    exists, own = (heads < x.H)[:, None] & (offs_n < keys.left)[None, :], tl.minimum(heads, x.H - 1)
-    write_heads(x, n.dk, b, own, keys.start, offs_n, exists, sums.dk * x.scale, n.ACCUMULATE)
-    write_heads(x, n.dv, b, own, keys.start, offs_n, exists, sums.dv * x.KEEP_SCALE, n.ACCUMULATE)
+    exists = (heads < x.H)[:, None] & (offs_n < keys.left)[None, :]
+    of_keys = HeadRows(b, tl.minimum(heads, x.H - 1), keys.start, offs_n)
+    write_heads(x, n.dk, of_keys, exists, sums.dk * x.scale, n.ACCUMULATE)
+    write_heads(x, n.dv, of_keys, exists, sums.dv * x.KEEP_SCALE, n.ACCUMULATE)
     if n.d_learned is not None and x.FORM != "dense":
         ROWS: tl.constexpr = learned.shape[1]
         COLUMNS: tl.constexpr = learned.shape[2]

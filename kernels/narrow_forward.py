@@ -13,6 +13,7 @@ import triton.language as tl
 
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.forward import Running, read_softmax, write_softmax
+from megagraph.kernels.heads import HeadRows, heads_ptrs, hide_of_heads, load_heads, planes_ptrs
 from megagraph.kernels.tile import (
     REST,
     Keys,
@@ -20,13 +21,9 @@ from megagraph.kernels.tile import (
     add_dot,
     bucket_tile,
     dot,
-    heads_ptrs,
-    hide_of_heads,
-    load_heads,
     log_sum_exp,
     loop,
     online_softmax,
-    planes_ptrs,
     project,
     segment,
 )
@@ -57,9 +54,10 @@ def _fold_tile(x, running, q, queries, keys, bucket, BLOCK_N: tl.constexpr, MASK
     """Fold keys into the running softmax; ``bucket``, if it is loaded already."""
     b, heads = queries.b, tl.minimum(queries.h, x.H - 1)
     offs_n = tl.arange(0, BLOCK_N)
-    k = load_heads(x, x.k, b, heads, keys.start, offs_n, keys.left, MASKED)
+    of_keys = HeadRows(b, heads, keys.start, offs_n)
+    k = load_heads(x, x.k, of_keys, keys.left, MASKED)
     beyond = tl.where((tl.arange(0, x.BLOCK_V) == x.D) & x.ONES, 1.0, 0.0).to(x.v.ptr.dtype.element_ty)
-    v = load_heads(x, x.v, b, heads, keys.start, offs_n, keys.left, MASKED, beyond[None, None, :])
+    v = load_heads(x, x.v, of_keys, keys.left, MASKED, beyond[None, None, :])
     qk = dot(x, q, tl.permute(k, (0, 2, 1)))
     s = _scores(x, qk, queries, keys, offs_n, bucket, MASKED)
     m, p, rescale = online_softmax(x, running.m, s)
@@ -121,7 +119,8 @@ def narrow_fwd(
     offs_d = tl.arange(0, x.BLOCK_V)[None, None, :]
     in_acc = in_state & (offs_d < x.D)
 
-    q = load_heads(x, x.q, b, heads, row, offs_m, x.M, False)
+    of_rows = HeadRows(b, heads, row, offs_m)
+    q = load_heads(x, x.q, of_rows, x.M, False)
     running = read_softmax(x, softmax, state, offs_d, in_state, in_acc, FIRST)
     if x.ONES and not FIRST:
         running = Running(running.m, running.l, tl.where(offs_d == x.D, running.l, running.acc))
@@ -137,7 +136,7 @@ def narrow_fwd(
     if LAST:
         lse, l_safe = log_sum_exp(x, m, l)
         tl.store(softmax.lse + state, lse, mask=in_state)
-        ptrs = heads_ptrs(x, softmax.out, b, heads, row, offs_m, x.BLOCK_V)
+        ptrs = heads_ptrs(x, softmax.out, of_rows, x.BLOCK_V)
         tl.store(ptrs, acc * (x.KEEP_SCALE / l_safe), mask=in_acc)
     else:
         write_softmax(x, softmax, state, offs_d, in_state, in_acc, Running(m, l, acc))

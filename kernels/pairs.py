@@ -19,12 +19,11 @@ from torch import Tensor
 
 from megagraph.kernels.dropout import dropped, row_keys
 from megagraph.kernels.forward import Running, read_softmax, write_softmax
+from megagraph.kernels.heads import HeadRows, heads_ptrs, load_heads
 from megagraph.kernels.tile import (
     MASKED_BUCKET,
     add_dot,
     dot,
-    heads_ptrs,
-    load_heads,
     log_sum_exp,
     loop,
     online_softmax,
@@ -191,8 +190,9 @@ def _fold_tile(x, walk, running, q, at, keys, visited, place):
     key_start, column_start, length = place
     visited = hide_columns(x, walk, at.b, visited, column_start, length)
     key = visited.other - column_start + key_start
-    k = load_heads(x, x.k, at.b, at.heads, 0, key, 0, False)
-    v = load_heads(x, x.v, at.b, at.heads, 0, key, 0, False)
+    of_keys = HeadRows(at.b, at.heads, 0, key)
+    k = load_heads(x, x.k, of_keys, 0, False)
+    v = load_heads(x, x.v, of_keys, 0, False)
     s = pair_scores(x, heads_dot(x, q, tl.permute(k, (0, 2, 1))), at.heads, visited.number)
     m, p, rescale = online_softmax(x, running.m, s)
     l = running.l * rescale + tl.sum(p, axis=2, keep_dims=True)
@@ -218,7 +218,8 @@ def pairs_fwd(
     offs_d = tl.arange(0, x.BLOCK_D)[None, None, :]
     in_acc = in_state & (offs_d < x.D)
 
-    q = load_heads(x, x.q, at.b, at.heads, row, offs_m, x.M, False)
+    of_rows = HeadRows(at.b, at.heads, row, offs_m)
+    q = load_heads(x, x.q, of_rows, x.M, False)
     running = read_softmax(x, softmax, state, offs_d, in_state, in_acc, FIRST)
     keys = row_keys(x, at.b, at.heads[:, None], (row + offs_m)[None, :])
     begin, end = block_tiles(walk, at.b, block)
@@ -235,7 +236,7 @@ def pairs_fwd(
         m, l, acc = running
         lse, l_safe = log_sum_exp(x, m, l)
         tl.store(softmax.lse + state, lse, mask=in_state)
-        ptrs = heads_ptrs(x, softmax.out, at.b, at.heads, row, offs_m, x.BLOCK_D)
+        ptrs = heads_ptrs(x, softmax.out, of_rows, x.BLOCK_D)
         tl.store(ptrs, acc * (x.KEEP_SCALE / l_safe), mask=in_acc)
     else:
         write_softmax(x, softmax, state, offs_d, in_state, in_acc, running)

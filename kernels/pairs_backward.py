@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megagraph.kernels.backward import write_heads
 from megagraph.kernels.dropout import row_keys
+from megagraph.kernels.heads import HeadRows, load_heads, write_heads
 from megagraph.kernels.learned import add_learned, one_hot
 from megagraph.kernels.pairs import (
     add_heads_dot,
@@ -25,7 +25,7 @@ from megagraph.kernels.pairs import (
     program_of,
     segment_tiles,
 )
-from megagraph.kernels.tile import exp, load_heads, load_lse, loop, pivot_of
+from megagraph.kernels.tile import exp, load_lse, loop, pivot_of
 
 
 @triton.jit
@@ -49,8 +49,9 @@ def _row_tile(x, walk, sums, rows, at, keys, codes, visited, place, d_pairs, SUM
     key_start, column_start, length = place
     visited = hide_columns(x, walk, at.b, visited, column_start, length)
     key = visited.other - column_start + key_start
-    k = load_heads(x, x.k, at.b, at.heads, 0, key, 0, False)
-    v = load_heads(x, x.v, at.b, at.heads, 0, key, 0, False)
+    of_keys = HeadRows(at.b, at.heads, 0, key)
+    k = load_heads(x, x.k, of_keys, 0, False)
+    v = load_heads(x, x.v, of_keys, 0, False)
     p = exp(x, pair_scores(x, heads_dot(x, q, tl.permute(k, (0, 2, 1))), at.heads, visited.number), pivot)
     dp = heads_dot(x, do, tl.permute(v, (0, 2, 1)))
     if x.THRESHOLD > 0:
@@ -94,8 +95,9 @@ def rows_bwd(
         offs_m = tl.minimum(offs, x.M - 1 - row).to(tl.int32)  # rows beyond M repeat the last one, without pairs
         exist = at.in_heads[:, None] & (offs < x.M - row)[None, :]
         stat = (at.b * x.H + at.heads)[:, None] * x.M + row + offs_m[None, :]
-        q = load_heads(x, x.q, at.b, at.heads, row, offs_m, x.M, False)
-        do = load_heads(x, saved.d_out, at.b, at.heads, row, offs_m, x.M, False)
+        of_rows = HeadRows(at.b, at.heads, row, offs_m)
+        q = load_heads(x, x.q, of_rows, x.M, False)
+        do = load_heads(x, saved.d_out, of_rows, x.M, False)
         delta = tl.load(saved.delta + stat, mask=exist, other=0.0)[:, :, None]
         rows = (q, do, load_lse(x, saved.lse, stat, exist), delta)
         keys = row_keys(x, at.b, at.heads[:, None], (row + offs_m)[None, :])
@@ -114,7 +116,7 @@ def rows_bwd(
                 )  # fmt: skip
         if d_pairs is not None:
             tl.debug_barrier()  # the next sequence reads what this one added
-        write_heads(x, dq_out, at.b, at.heads, row, offs_m, exist, dq * x.scale, ACCUMULATE)
+        write_heads(x, dq_out, of_rows, exist, dq * x.scale, ACCUMULATE)
     if SUMS:
         offs_sums = tl.arange(0, BLOCK_R)[:, None] + tl.arange(0, GROUP)[None, :] * BLOCK_R
         tl.store(partials + pid * (BLOCK_R * GROUP) + offs_sums, tl.sum(d_learned, axis=0))
@@ -124,8 +126,9 @@ def rows_bwd(
 def _key_tile(x, walk, saved, dk, dv, k, v, at, ids, visited, seen):
     """Add the share of a tile's queries, which are gathered, to those keys that are ``seen`` [BLOCK_M]."""
     number, row = hide(visited.number, seen[:, None]), visited.other
-    q = load_heads(x, x.q, at.b, at.heads, 0, row, 0, False)
-    do = load_heads(x, saved.d_out, at.b, at.heads, 0, row, 0, False)
+    of_rows = HeadRows(at.b, at.heads, 0, row)
+    q = load_heads(x, x.q, of_rows, 0, False)
+    do = load_heads(x, saved.d_out, of_rows, 0, False)
     stat = (at.b * x.H + at.heads)[:, None] * x.M + row[None, :]
     pivot = pivot_of(x, tl.load(saved.lse + stat))[:, None, :]
     delta = tl.load(saved.delta + stat)[:, None, :]
@@ -168,8 +171,9 @@ def keys_bwd(
         stride_b, stride_n = x.padding.strides
         seen = seen & (tl.load(x.padding.ptr + at.b * stride_b + column * stride_n) == 0)
     key = column - column_start + key_start
-    k = load_heads(x, x.k, at.b, at.heads, 0, key, 0, False)
-    v = load_heads(x, x.v, at.b, at.heads, 0, key, 0, False)
+    of_keys = HeadRows(at.b, at.heads, 0, key)
+    k = load_heads(x, x.k, of_keys, 0, False)
+    v = load_heads(x, x.v, of_keys, 0, False)
     dk = tl.zeros([GROUP, BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
     dv = tl.zeros([GROUP, BLOCK_M, x.BLOCK_D], x.ACC_DTYPE)
     first, last = block_tiles(walk, at.b, block)
@@ -179,5 +183,5 @@ def keys_bwd(
         ahead = load_tile(walk, tl.minimum(tile + 1, last - 1), BLOCK_M, BLOCK_N)
         dk, dv = _key_tile(x, walk, saved, dk, dv, k, v, at, column[None, :, None], visited, seen)
     exist = at.in_heads[:, None] & inside[None, :]
-    write_heads(x, dk_out, at.b, at.heads, 0, key, exist, dk * x.scale, ACCUMULATE)
-    write_heads(x, dv_out, at.b, at.heads, 0, key, exist, dv * x.KEEP_SCALE, ACCUMULATE)
+    write_heads(x, dk_out, of_keys, exist, dk * x.scale, ACCUMULATE)
+    write_heads(x, dv_out, of_keys, exist, dv * x.KEEP_SCALE, ACCUMULATE)

@@ -332,7 +332,7 @@ def channel_tile(x, c, queries, keys, offs_n, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _masked_pairs(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
+def masked_pairs(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """Nonzero where the mask of a projected bias hides a pair."""
     stride_b, stride_m, stride_n = x.bias_mask.strides
     plane = Strided(x.bias_mask.ptr + queries.b * stride_b, (stride_m, stride_n))
@@ -340,7 +340,7 @@ def _masked_pairs(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _padding(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
+def padding_of(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
     """What padding adds to the scores of each key, 0 or -inf."""
     stride_b, stride_n = x.padding.strides
     ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
@@ -387,63 +387,10 @@ def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     elif x.FORM == "projected":
         s = project(x, s, queries, keys, offs_n, inside, MASKED)
         if x.bias_mask is not None:
-            masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
+            masked = masked_pairs(x, queries, keys, offs_n, inside, MASKED)
             s = tl.where(masked == 0, s, -float("inf"))
     if x.padding is not None:
-        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, :]
+        s += padding_of(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, :]
     if MASKED:
         s = tl.where(inside, s, -float("inf"))
-    return s
-
-
-@triton.jit
-def heads_ptrs(x, t, b, heads, start, offs, WIDTH: tl.constexpr):
-    """Rows start + offs of several heads of t, pointers [GROUP, BLOCK, WIDTH]."""
-    stride_b = t.strides[0] // x.ALIGNMENT * x.ALIGNMENT
-    stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
-    stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
-    offsets = heads.to(x.OFFSETS)[:, None, None] * stride_h + offs.to(x.OFFSETS)[None, :, None] * stride_row
-    offs_d = tl.arange(0, WIDTH)[None, None, :]
-    return (t.ptr + b * stride_b + start * stride_row) + (offsets + offs_d * t.strides[3])
-
-
-@triton.jit
-def load_heads(x, t, b, heads, start, offs, left, MASKED: tl.constexpr, beyond=0.0):
-    """Rows start + offs of several heads of t, [GROUP, BLOCK, BLOCK_D], or as wide as ``beyond``, which stands beyond D
-    and, if MASKED, ``left``."""
-    WIDTH: tl.constexpr = beyond.shape[2] if isinstance(beyond, tl.tensor) else x.BLOCK_D
-    in_d = (tl.arange(0, WIDTH) < x.D)[None, None, :]
-    ptrs = heads_ptrs(x, t, b, heads, start, offs, WIDTH)
-    if MASKED:
-        rows = tl.load(ptrs, mask=in_d & (offs < left)[None, :, None], other=beyond)
-    elif x.D < WIDTH:
-        rows = tl.load(ptrs, mask=in_d, other=beyond)
-    else:
-        rows = tl.load(ptrs)
-    if INTERPRET and rows.dtype == tl.bfloat16:
-        rows = rows.to(tl.float32)
-    return rows
-
-
-@triton.jit
-def planes_ptrs(x, t, queries, keys, offs_n):
-    """The planes of several heads of t at some queries and the keys at offs_n, pointers [GROUP, BLOCK_M, BLOCK_N]."""
-    heads = tl.minimum(queries.h, x.H - 1)
-    stride_b, stride_h, stride_m, stride_n = t.strides
-    plane = plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)
-    ptrs = t.ptr + queries.b * stride_b + queries.row * stride_m + keys.col * stride_n
-    return ptrs + (heads.to(tl.int64)[:, None, None] * stride_h + plane[None, :, :])
-
-
-@triton.jit
-def hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
-    """Scores [GROUP, BLOCK_M, BLOCK_N], -inf where masked or outside; 255 is masked by the table itself."""
-    inside = queries.inside[:, None] & in_cols[None, :]
-    if x.FORM == "projected" and x.bias_mask is not None:
-        masked = _masked_pairs(x, queries, keys, offs_n, inside, MASKED)
-        s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
-    if x.padding is not None:
-        s += _padding(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, None, :]
-    if MASKED:
-        s = tl.where(inside[None, :, :], s, -float("inf"))
     return s

@@ -17,8 +17,9 @@ from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
-from megagraph.planner.fitting import Row, fit
+from megagraph.planner.fitting import fit
 from megagraph.planner.profile import profile
+from megagraph.planner.rows import Row
 from megagraph.planner.search import Candidate, search
 from megagraph.planner.workload import Workload
 

@@ -21,7 +21,6 @@ from megagraph.attention.bias import Bias, BorderedBias, BucketBias, DenseBias
 from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
-from megagraph.attention.packing import Packing
 from megagraph.data.batch import Batch
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_loader, open_run
@@ -83,8 +82,10 @@ def _of_batch(
     counts: list[int] = []
 
     def look(attention: BiasedRingAttention, args: tuple, options: dict[str, Any]) -> None:
-        x, bias = args
-        mass, rows = _mass(attention, x, bias, index, num_kinds, **options)
+        (x, bias), packing = args, options["packing"]
+        x = x if packing is None else packing.unpack(x)
+        given = {name: options[name] for name in ("layout", "key_padding_mask", "num_queries")}
+        mass, rows = _mass(attention, x.detach(), bias, index, num_kinds, **given)
         found.append(mass)
         counts.append(rows)
 
@@ -111,11 +112,8 @@ def _mass(
     layout: NodeLayout,
     key_padding_mask: Tensor,
     num_queries: int | None,
-    packing: Packing | None,
-    dropout_key: Tensor | None,
 ) -> tuple[np.ndarray, int]:
     """What the rows of one layer attend to [H, K], and how many rows."""
-    x = (x if packing is None else packing.unpack(x)).detach()
     q, k = (attention._split(project(x)).detach() for project in (attention.q_proj, attention.k_proj))
     q = q[:, :, :num_queries]
     watched, leaf = _with_leaf(bias, index is not None)

@@ -13,8 +13,8 @@ from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
 from megagraph.planner.cost import CostModel
-from megagraph.planner.fitting import bench_rows, load_rows, save_rows
 from megagraph.planner.plan import ScheduleName
+from megagraph.planner.rows import bench_rows, load_rows, save_rows
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
 from megagraph.planner.split import gib

@@ -11,8 +11,8 @@ import tyro
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
 from megagraph.planner.cost import CostModel
-from megagraph.planner.fitting import check_rows
 from megagraph.planner.plan import Plan
+from megagraph.planner.rows import check_rows
 from megagraph.run import Run
 
 

@@ -128,7 +128,7 @@ def _pairs(
     _check_count(int(row_starts[-1]), most, hops, top)
     out = np.empty(row_starts[-1], np.int32), np.empty(row_starts[-1], np.uint8)
     place = np.argsort(order).astype(np.int32)
-    union.union(order, place, starts, columns, buckets, firsts, row_starts, *out)
+    union.union(order, place, starts, columns, buckets, firsts, row_starts, out)
     return row_starts, *out
 
 

@@ -26,7 +26,7 @@ def count_union(order, starts, columns, firsts):
 
 
 @jit(nogil=True)
-def union(order, place, starts, columns, values, firsts, row_starts, out_columns, out_values):
+def union(order, place, starts, columns, values, firsts, row_starts, out):
     """Every pair of the first relation that has it, in slots; a node and itself are a pair of value 0.
 
     Args:
@@ -35,9 +35,9 @@ def union(order, place, starts, columns, values, firsts, row_starts, out_columns
         columns, values: int32 and uint8 [.], the other node and the value of every pair, one relation after the other.
         firsts: int64 [K], where each relation begins in these.
         row_starts: int64 [V + 1], of ``count_union``.
-        out_columns, out_values: int32 and uint8 [P], written: rows and columns ascend.
+        out: columns int32 and values uint8, [P] each, written: rows and columns ascend.
     """
-    num_nodes = len(order)
+    num_nodes, (out_columns, out_values) = len(order), out
     seen = np.full(num_nodes, -1, np.int32)
     for slot in range(num_nodes):
         node, first = order[slot], row_starts[slot]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.memory import listed_bytes
+from megagraph.planner.rows import Row, check_rows
 from megagraph.planner.terms import (
     Terms,
     all_reduce_terms,
@@ -30,161 +28,9 @@ from megagraph.planner.terms import (
     stage_parameters,
     workspace_terms,
 )
-from megagraph.planner.workload import Workload, check_number
-
-Row = Mapping[str, Any]
-
-_SHAPE = ("layers", "sequences", "rows", "columns", "dim", "ffn_dim", "heads", "bias", "bias_size", "targets")
-FIELDS = {
-    "layers": (*_SHAPE, "direction", "seconds"),
-    "model": (*_SHAPE, "in_features", "num_classes", "feature_rows", "direction", "seconds"),
-    "embedding": ("sequences", "rows", "dim", "in_features", "feature_rows", "direction", "seconds"),
-    "head": ("sequences", "dim", "num_classes", "targets", "direction", "seconds"),
-    "attention": ("sequences", "rows", "columns", "dim", "heads", "bias", "bias_size", "direction", "seconds"),
-    "ring": (
-        "sequences",
-        "num_nodes",
-        "num_super",
-        "ranks",
-        "dim",
-        "heads",
-        "bias",
-        "bias_size",
-        "direction",
-        "seconds",
-    ),
-    "optimizer": ("parameters", "seconds"),
-    "transfer": ("bytes", "link", "seconds"),
-    "all_reduce": ("bytes", "ranks", "link", "seconds"),
-    "stall": ("seconds",),
-    "memory": (
-        *_SHAPE,
-        "in_features",
-        "num_classes",
-        "feature_rows",
-        "global_tokens",
-        "kept_bytes",
-        "peak_bytes",
-    ),
-    "process": (*_SHAPE, "in_features", "num_classes", "feature_rows", "global_tokens", "process_bytes"),
-}
-"""Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
-``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages.
-Rows of sequences whose pairs are listed have ``pairs`` and ``num_super``, too, and ``columns`` are those of a row on
-average."""
-
-_TEXTS = {"bias", "direction", "link", "device", "impl"}
-_NUMBERS = {"pairs", *(name for names in FIELDS.values() for name in names)} - _TEXTS
+from megagraph.planner.workload import Workload
 
 COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
-
-
-# ---- rows
-
-
-def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The rows, if each has its fields and sensible numbers, all of one device.
-
-    Raises:
-        ValueError: names the row and field, expected and got.
-    """
-    checked = []
-    origins = set()
-    for index, row in enumerate(rows):
-        kind = row.get("kind") if isinstance(row, Mapping) else None
-        if not isinstance(kind, str) or kind not in FIELDS:
-            raise ValueError(f"row {index} must have a kind of {sorted(FIELDS)}, got {kind!r}")
-        for name in FIELDS[kind]:
-            if name not in row:
-                raise ValueError(f"row {index} ({kind}) must have the fields {list(FIELDS[kind])}, lacks {name!r}")
-        for name, value in row.items():
-            if name in _NUMBERS and not (name == "targets" and value is None):
-                check_number(f"row {index} ({kind}): {name}", value)
-            elif name in _TEXTS and not isinstance(value, str) and value is not None:
-                raise ValueError(f"row {index} ({kind}): {name} must be text, got {value!r}")
-        if "direction" in FIELDS[kind] and row["direction"] not in ("forward", "backward", "forward_backward"):
-            raise ValueError(
-                f"row {index} ({kind}): direction must be forward, backward or forward_backward, "
-                f"got {row['direction']!r}"
-            )
-        for name in ("workload", "model"):
-            if not isinstance(row.get(name, {}), Mapping):
-                raise ValueError(f"row {index} ({kind}): {name} must be a JSON object, got {row[name]!r}")
-        checked.append(dict(row))
-        origins.add((row.get("device"), row.get("impl")))
-    if not checked:
-        raise ValueError("expected rows to fit, got none; run megagraph profile")
-    if len(origins) > 1:
-        raise ValueError(
-            "rows must come from one device and one implementation of attention, "
-            f"got {sorted(f'{device} {impl}' for device, impl in origins)}; fit a model for each of them"
-        )
-    return checked
-
-
-def save_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows as a JSON list, each with its checksum."""
-    files.write(path, json.dumps([files.add_checksum(dict(row)) for row in rows], indent=1) + "\n")
-
-
-def load_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of ``save_rows``, of a bench, or of pytest-benchmark; the latter have no checksums.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it is something else, or a row is not as it was written.
-    """
-    found = files.parse_json(path, "rows", "run megagraph profile again")
-    if isinstance(found, dict) and "benchmarks" in found:
-        try:
-            found = [benchmark["extra_info"] for benchmark in found["benchmarks"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} must hold benchmarks of pytest-benchmark with an extra_info each") from error
-    if not isinstance(found, list):
-        raise ValueError(
-            f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
-        )
-    if any(isinstance(row, dict) and "checksum" in row for row in found):
-        for index, row in enumerate(found):
-            if not isinstance(row, dict):
-                raise ValueError(f"row {index} of {path} must be a JSON object, got {row!r}")
-            files.check_values(row, f"row {index} of {path} as it was written")
-    return found
-
-
-def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the benches of attention as rows of this model, those of peers left out; other rows as they are."""
-    made = []
-    for row in rows:
-        if not isinstance(row, dict) or "kind" in row or "contender" not in row:
-            made.append(row)
-            continue
-        try:
-            ours = row["contender"].startswith("megagraph") and row.get("median") is not None
-            if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") == "float32":
-                made.append(_attention_row(row))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"expected a row of a bench of attention, got {row}: {error!r}") from error
-    return made
-
-
-def _attention_row(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "attention",
-        "sequences": row["B"],
-        "rows": row["M"],
-        "columns": row["N"],
-        "dim": row["H"] * row["D"],
-        "heads": row["H"],
-        "bias": row["form"],
-        "bias_size": 4 if row["form"] == "projected" else 32,
-        "impl": row["contender"].removeprefix("megagraph_"),
-        "direction": row["direction"],
-        "seconds": row["median"],
-        "unit": row["unit"],
-        "device": row["device"],
-        "torch": row["torch"],
-        "commit": row["commit"],
-    }
 
 
 def row_config(row: Row) -> ModelConfig:
@@ -236,9 +82,6 @@ def row_terms(row: Row) -> Terms:
         terms |= embedding_terms(m, rows, config.dim, config.in_features, row["feature_rows"])
         terms |= head_terms(m, targets, config.dim, config.num_classes)
     return terms
-
-
-# ---- the fit
 
 
 def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:

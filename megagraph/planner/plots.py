@@ -12,7 +12,6 @@ from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import (
     COMPUTED,
-    Row,
     fit_memory,
     fit_seconds,
     held_out_third,
@@ -23,6 +22,7 @@ from megagraph.planner.fitting import (
 )
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
+from megagraph.planner.rows import Row
 from megagraph.planner.search import SearchResult
 from megagraph.planner.workload import Workload
 

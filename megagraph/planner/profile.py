@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megagraph.models.config import ModelConfig
-from megagraph.planner.fitting import Row, load_rows, save_rows
 from megagraph.planner.measure.computing import compute_rows, ring_rows
 from megagraph.planner.measure.design import design, largest, of_every_width
 from megagraph.planner.measure.links import communication_rows, stall_rows
 from megagraph.planner.measure.memory import memory_rows, observe_process
+from megagraph.planner.rows import Row, load_rows, save_rows
 from megagraph.planner.terms import stage_parameters
 from megagraph.planner.workload import Workload
 from megagraph.provenance import provenance

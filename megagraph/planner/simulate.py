@@ -9,7 +9,8 @@ for each other. Over gloo the receiver says so on the way of its own data, and b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
 from heapq import heappop, heappush
 from itertools import zip_longest
@@ -36,6 +37,14 @@ class Wait(NamedTuple):
 
 
 Program = tuple[Work | Ask | Wait, ...]
+
+
+class Event(Enum):
+    """A rank's work is done, one end of a message is ready, or the message there."""
+
+    DONE = auto()
+    READY = auto()
+    ARRIVED = auto()
 
 
 @dataclass(frozen=True)
@@ -144,82 +153,103 @@ def simulate(
         wires: from every stage to the next, and back; one less than stages.
         behind_data: a rank says that it is ready to receive behind what it sends (gloo).
     """
-    todo = programs(plan)
-    at = [0] * plan.pp  # next instruction of every rank
-    clock = [0.0] * plan.pp  # end of its last work
-    done = 0.0
-    ends: dict[Work, float] = {}
-    arrivals: dict[Work, float] = {}
-    asked: dict[Work, int] = {}  # ends of a message that are ready
-    waiting: dict[Work, list[int]] = {}
-    missing = [0] * plan.pp
-    drained: dict[tuple[int, int], float] = {}  # links: when they have sent all that they have to
-    events: list[tuple[float, int, int, Work | None]] = []
-    count = 0
+    return _Simulation(plan, forward, backward, wires, behind_data).run()
 
-    def later(time: float, rank: int, message: Work | None = None) -> None:
-        nonlocal count
-        heappush(events, (time, count, rank, message))
-        count += 1
 
-    def ends_of(message: Work) -> tuple[int, int, Wire]:
-        to = message.stage + (-1 if message.backward else 1)
-        return message.stage % plan.pp, to % plan.pp, wires[min(message.stage, to)]
+class _Simulation:
+    """What has happened up to now, and what will at which time."""
 
-    def ready(message: Work, time: float) -> None:
-        asked[message] = asked.get(message, 0) + 1
-        if asked[message] == 2:
-            source, target, wire = ends_of(message)
-            start = max(time, drained.get((source, target), 0.0))
-            drained[source, target] = start + wire.seconds
-            later(start + wire.seconds + wire.latency, ARRIVED, message)
+    def __init__(
+        self,
+        plan: Plan,
+        forward: Sequence[float],
+        backward: Sequence[float],
+        wires: Sequence[Wire],
+        behind_data: bool,
+    ) -> None:
+        self.seconds, self.wires, self.behind_data = (forward, backward), wires, behind_data
+        self.todo = programs(plan)
+        self.at = [0] * plan.pp  # next instruction of every rank
+        self.missing = [0] * plan.pp  # messages that it waits for
+        self.done = Timeline({}, {}, [0.0] * plan.pp, 0.0)
+        self.last_wait = 0.0
+        self.asked: set[Work] = set()  # messages of which one end is ready
+        self.waiting: dict[Work, list[int]] = {}
+        self.drained: dict[tuple[int, int], float] = {}  # links: when they have sent all that they have to
+        self.events: list[tuple[float, int, Event, int, Work | None]] = []
+        self.count = 0
 
-    def run(rank: int, time: float) -> None:
-        nonlocal done
-        while at[rank] < len(todo[rank]):
-            step = todo[rank][at[rank]]
-            at[rank] += 1
+    def run(self) -> Timeline:
+        for rank in range(len(self.todo)):
+            self.later(0.0, Event.DONE, rank)
+        while self.events:
+            time, _, event, rank, message = heappop(self.events)
+            if message is None:
+                self.go_on(rank, time)
+            elif event is Event.READY:
+                self.ready(message, time)
+            else:
+                self.arrive(message, time)
+        assert self.at == [len(program) for program in self.todo], "the schedule waits for itself"
+        return replace(self.done, seconds=self.last_wait)
+
+    def later(self, time: float, event: Event, rank: int, message: Work | None = None) -> None:
+        heappush(self.events, (time, self.count, event, rank, message))
+        self.count += 1
+
+    def go_on(self, rank: int, time: float) -> None:
+        """A rank's instructions, up to the next that takes time."""
+        while self.at[rank] < len(self.todo[rank]):
+            step = self.todo[rank][self.at[rank]]
+            self.at[rank] += 1
             if isinstance(step, Work):
-                end = time + (backward if step.backward else forward)[step.stage]
-                ends[step] = clock[rank] = end
-                later(end, rank)
+                end = time + self.seconds[step.backward][step.stage]
+                self.done.ends[step] = self.done.rank_ends[rank] = end
+                self.later(end, Event.DONE, rank)
                 return
             if isinstance(step, Ask):
-                for message in step.send:
-                    ready(message, time)
-                for message in step.receive:
-                    source, target, _ = ends_of(message)
-                    free = drained.get((target, source), 0.0) if behind_data else 0.0
-                    if free > time:
-                        later(free, READY, message)
-                    else:
-                        ready(message, time)
-                continue
-            missing[rank] = 0
-            for message in step.messages:
-                if message not in arrivals:
-                    waiting.setdefault(message, []).append(rank)
-                    missing[rank] += 1
-            if missing[rank]:
+                self.ask(step, time)
+            elif self.wait(rank, step.messages):
                 return
-        done = max(done, time)
+        self.last_wait = max(self.last_wait, time)
 
-    for rank in range(plan.pp):
-        later(0.0, rank)
-    while events:
-        time, _, who, message = heappop(events)
-        if message is None:
-            run(who, time)
-        elif who == READY:
-            ready(message, time)
-        else:
-            arrivals[message] = time
-            for rank in waiting.pop(message, ()):
-                missing[rank] -= 1
-                if not missing[rank]:
-                    run(rank, time)
-    assert at == [len(program) for program in todo], "the schedule waits for itself"
-    return Timeline(ends, arrivals, clock, done)
+    def ask(self, step: Ask, time: float) -> None:
+        for message in step.send:
+            self.ready(message, time)
+        for message in step.receive:
+            source, target, _ = self.way_of(message)
+            free = self.drained.get((target, source), 0.0) if self.behind_data else 0.0
+            if free > time:
+                self.later(free, Event.READY, target, message)
+            else:
+                self.ready(message, time)
 
+    def wait(self, rank: int, messages: Messages) -> bool:
+        """Whether any of them is still on its way."""
+        for message in messages:
+            if message not in self.done.arrivals:
+                self.waiting.setdefault(message, []).append(rank)
+                self.missing[rank] += 1
+        return self.missing[rank] > 0
 
-READY, ARRIVED = -1, -2  # events that are of no rank
+    def ready(self, message: Work, time: float) -> None:
+        """One end of a message is; it goes when both are."""
+        if message not in self.asked:
+            self.asked.add(message)
+            return
+        source, target, wire = self.way_of(message)
+        sent = max(time, self.drained.get((source, target), 0.0)) + wire.seconds
+        self.drained[source, target] = sent
+        self.later(sent + wire.latency, Event.ARRIVED, target, message)
+
+    def arrive(self, message: Work, time: float) -> None:
+        self.done.arrivals[message] = time
+        for rank in self.waiting.pop(message, ()):
+            self.missing[rank] -= 1
+            if not self.missing[rank]:
+                self.go_on(rank, time)
+
+    def way_of(self, message: Work) -> tuple[int, int, Wire]:
+        """The rank that a message leaves, the one that it goes to, and its wire."""
+        pp, to = len(self.todo), message.stage + (-1 if message.backward else 1)
+        return message.stage % pp, to % pp, self.wires[min(message.stage, to)]

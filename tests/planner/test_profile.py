@@ -13,10 +13,10 @@ import torch
 import megagraph as mg
 from megagraph.cli import main
 from megagraph.cli.planner import read_rows
-from megagraph.planner.fitting import FIELDS, bench_rows, check_rows
 from megagraph.planner.measure.design import Point, design
 from megagraph.planner.measure.memory import observe_memory
 from megagraph.planner.profile import profile
+from megagraph.planner.rows import FIELDS, bench_rows, check_rows
 from tests.planner import synthetic
 
 CONFIG = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=32, heads=4, bias_size=3)

@@ -58,10 +58,10 @@ _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 
 
 @jit(nogil=True)
-def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
+def _forward(first, last, call, planes, keys, firsts):
     """Rows first..last of the relations, of every sequence that they are of."""
-    (q, m_state, l_state, acc, out, lse), (k_t, v_t), lists = borrowed(planes), borrowed(keys), borrowed(lists)
-    (dropout_keys, padding, row_ids, column_ids), (is_first, is_last), bias = borrowed(dropout), firsts, borrowed(bias)
+    work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
+    (q, m_state, l_state, acc, out, lse), (k_t, v_t), (is_first, is_last) = borrowed(planes), borrowed(keys), firsts
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
     width, groups, columns = padded(D), -(-H // LANES), lists.columns
     size = LANES * width
@@ -130,10 +130,10 @@ def _forward(first, last, work, lists, bias, dropout, planes, keys, firsts):
 
 
 @jit(nogil=True)
-def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added, d_learned):
+def _backward_rows(first, last, call, planes, keys, added, d_learned):
     """dq of rows first..last, and what they add to the gradient of the bias: doubles [G, width, 8], or of each pair."""
-    (q, d_out, lse, delta, dq), (k_t, v_t), lists = borrowed(planes), borrowed(keys), borrowed(lists)
-    (dropout_keys, padding, row_ids, column_ids), bias = borrowed(dropout), borrowed(bias)
+    work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
+    (q, d_out, lse, delta, dq), (k_t, v_t) = borrowed(planes), borrowed(keys)
     d_table, d_pairs = borrowed(d_learned)
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
     width, groups, columns = padded(D), -(-H // LANES), lists.columns
@@ -198,10 +198,10 @@ def _backward_rows(first, last, work, lists, bias, dropout, planes, keys, added,
 
 
 @jit(nogil=True)
-def _backward_keys(first, last, work, lists, bias, dropout, planes, rows, added):
+def _backward_keys(first, last, call, planes, rows, added):
     """dk and dv of visiting keys first..last."""
-    (k, v, dk, dv), (q_t, d_out_t, lse, delta), lists = borrowed(planes), borrowed(rows), borrowed(lists)
-    (dropout_keys, padding, row_ids, column_ids), bias = borrowed(dropout), borrowed(bias)
+    work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
+    (k, v, dk, dv), (q_t, d_out_t, lse, delta) = borrowed(planes), borrowed(rows)
     M, H, D, num = work.M, work.H, work.D, q_t.dtype.type
     width, groups = padded(D), -(-H // LANES)
     size, zero = LANES * width, num(0)
@@ -339,17 +339,17 @@ def _number(compute: torch.dtype) -> type:
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     """Fold the visiting keys k, v [B, H, n, D] that are listed into the state of q [B, H, M, D], or into its result."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    work, lists, bias = _work(step, q, k, _number(compute)), _lists(step), _bias(step, compute)
-    out = state.out
+    work, out = _work(step, q, k, _number(compute)), state.out
+    call = work, _lists(step), _bias(step, compute), _dropout(step, work.M)
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
-    dropout, keys = _dropout(step, work.M), (_lanes(k, compute), _lanes(v, compute))
+    keys = _lanes(k, compute), _lanes(v, compute)
 
     def run(_: int, first: int, last: int) -> None:
-        _forward(first, last, work, lists, bias, dropout, planes, keys, (state.first, state.last))
+        _forward(first, last, call, planes, keys, (state.first, state.last))
 
-    in_threads(run, _costs(lists.row_starts, work), _PAIRS_PER_THREAD)
+    in_threads(run, _costs(call[1].row_starts, work), _PAIRS_PER_THREAD)
     if state.out is not None and out is not None and state.out is not out:
         state.out.copy_(out)
 
@@ -386,14 +386,14 @@ def _run_rows(call: tuple, planes: tuple, keys: tuple, added: bool, sums: tuple[
     (work, lists, *_), (d_tables, d_pairs) = call, sums
 
     def run(chunk: int, first: int, last: int) -> None:
-        _backward_rows(first, last, *call, planes, keys, added, (d_tables[chunk], d_pairs))
+        _backward_rows(first, last, call, planes, keys, added, (d_tables[chunk], d_pairs))
 
     in_threads(run, _costs(lists.row_starts, work), _PAIRS_PER_THREAD)
 
 
 def _run_keys(call: tuple, planes: tuple, queries: tuple, added: bool) -> None:
     def run(_: int, first: int, last: int) -> None:
-        _backward_keys(first, last, *call, planes, queries, added)
+        _backward_keys(first, last, call, planes, queries, added)
 
     in_threads(run, _costs_of_keys(call[1], call[0]), _PAIRS_PER_THREAD)
 
