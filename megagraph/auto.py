@@ -18,7 +18,7 @@ from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
 from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
 from megagraph.planner.fitting import fit
-from megagraph.planner.profile import profile
+from megagraph.planner.profile import FIT_ERROR, predicts, profile
 from megagraph.planner.rows import Row
 from megagraph.planner.search import Candidate, search
 from megagraph.planner.workload import Workload
@@ -52,6 +52,8 @@ def measure(
         num_super=batch.layout.num_super,
         num_targets=batch.labels.shape[1],
         feature_rows=len(batch.features) / batch.batch_size,
+        dtype=config.dtype,
+        model=config.model,
         **_listed(builder),
     )
     model = config.model_config(
@@ -59,7 +61,15 @@ def measure(
     )
     stream = (batch for epoch in range(9) for batch in loader.epoch(epoch))  # an epoch may be one batch
     return on_every_rank(
-        lambda: profile(model, workload, device=device, batches=stream, budget_seconds=seconds, cache=cache)
+        lambda: profile(
+            model,
+            workload,
+            device=device,
+            batches=stream,
+            workers=config.workers,
+            budget_seconds=seconds,
+            cache=cache,
+        )
     )
 
 
@@ -79,6 +89,7 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
 
     Raises:
         NoFeasiblePlan: nothing fits into the memory.
+        ValueError: the rows are so noisy that a fit does not predict those that it has not seen.
     """
     default = TrainConfig()
     fixed = {name: getattr(config, name) for name in ("pp", "cp", "dp") if getattr(config, name) is not None}
@@ -90,6 +101,13 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
 
     def find() -> Candidate:
         cost = fit(rows)
+        if not (predicts(cost) or config.any_fit):
+            off = cost.held_out["time_mape"]
+            raise ValueError(
+                f"expected a profile that predicts its own rows to {FIT_ERROR:.0%}, got {off:.0%}: others "
+                "may have used this machine; start again when it is quiet, give the plan (--plan pp,cp,dp), or pass "
+                "--any-fit to search with it"
+            )
         model, workload = cost.profiled()
         return search(cost, model, world_size(), memory_bytes, workload=workload, fixed=fixed).best
 

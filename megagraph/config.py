@@ -25,7 +25,7 @@ LAYOUT_FIELDS = (
     "plan", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
 )  # fmt: skip
 # what guides a search of them
-_SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib")
+_SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")
 # what the numbers of a run do not depend on
 FREE_FIELDS = (
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
@@ -161,6 +161,8 @@ class TrainConfig:
     dp: int | None = None
     memory_gib: float | None = None
     """With --plan auto: what a process may use; default all of a GPU, or its part of this machine's memory."""
+    any_fit: bool = False
+    """With --plan auto: search even if what was measured is too noisy to predict itself."""
     comm: Literal["ring", "allgather", "halo"] = "ring"
     """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps.
     halo: just those that a rank's pairs name, in full batches."""
@@ -169,7 +171,7 @@ class TrainConfig:
     stages_per_rank: int = 1
     """Stages of every rank of a pipeline (virtual stages): with pp = 2 the first rank has stages 0, 2, ..."""
     microbatches: int = 1
-    """Parts of a batch that follow each other through the stages of a pipeline."""
+    """Parts of a batch that follow each other through the stages of a pipeline; without one gradients accumulate."""
     schedule: ScheduleName = "gpipe"
     """gpipe: all forward, then all backward; 1f1b: fewer micro-batches in memory; interleaved: several stages per rank,
     shorter waits; zero_bubble: gradients of weights fill the waits."""
@@ -234,6 +236,8 @@ class TrainConfig:
                 raise ValueError(f"{name} is a part of --plan auto, got {value} beside --plan {self.plan}")
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be above 0, got {value}")
+        if self.any_fit and self.plan != "auto":
+            raise ValueError(f"any_fit is a part of --plan auto, got it beside --plan {self.plan}")
         if self.batching == "full":
             plan = None if self.plan == "auto" else self.parallel_plan()
             spread = (self.dp or 1) * self.microbatches if plan is None else plan.dp * plan.num_microbatches
@@ -291,6 +295,7 @@ class TrainConfig:
             cp=None,
             dp=None,
             memory_gib=None,
+            any_fit=False,
             comm=plan.comm,
             stage_layers=",".join(map(str, plan.layers)) or None,
             stages_per_rank=plan.stages_per_rank,

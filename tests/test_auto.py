@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 from dataclasses import asdict
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import megagraph as mg
 from megagraph import auto
 from megagraph.data.datasets import synthetic_graph
+from megagraph.planner import profile
 from tests.planner import synthetic
 
 CPU = torch.device("cpu")
@@ -103,9 +105,21 @@ def test_nothing_fits(rows, monkeypatch):
         auto.choose(mg.TrainConfig(plan="auto", memory_gib=0.01), rows, CPU)
 
 
+def test_a_profile_that_does_not_predict_itself_is_refused_unless_it_is_asked_for(rows, monkeypatch):
+    draw = random.Random(0)
+    noisy = [
+        row | dict(seconds=row["seconds"] * draw.lognormvariate(0, 3)) if "seconds" in row else row for row in rows
+    ]
+    monkeypatch.setattr(auto, "world_size", lambda: 1)
+    with pytest.raises(ValueError, match=r"predicts its own rows to 50%, got \d+%.*--any-fit"):
+        auto.choose(mg.TrainConfig(plan="auto"), noisy, CPU)
+    assert auto.choose(mg.TrainConfig(plan="auto", any_fit=True), noisy, CPU).plan.world_size == 1
+
+
 @pytest.mark.parametrize("batching", ["ego", "full"])
 def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "measure", functools.partial(auto.measure, seconds=1.0, cache=tmp_path / "cache"))
+    monkeypatch.setattr(profile, "FIT_ERROR", 1e9)  # a second is short
     graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16)
     config = mg.TrainConfig(
         plan="auto",
@@ -119,6 +133,7 @@ def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
         sample_nodes=5,
         epochs=1,
         max_steps=3,
+        any_fit=True,
         out=tmp_path / "run",
     )
     summary = mg.Trainer(config).fit(graph)
@@ -127,8 +142,8 @@ def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     assert written["predicted_step_seconds"] == summary.predicted_step_seconds > 0
     assert written["measured_step_seconds"] > 0 and written["predicted_memory_bytes"] > 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["plan"] == "1,1,1"
-    (profile,) = (tmp_path / "cache").glob("*.json")
-    predicted = mg.planner.fit(json.loads(profile.read_text()))
+    (kept,) = (tmp_path / "cache").glob("*.json")
+    predicted = mg.planner.fit(json.loads(kept.read_text()))
     model, _ = predicted.profiled()
     assert mg.planner.search(predicted, model, 1, 2**40).best.step_seconds == pytest.approx(
         summary.predicted_step_seconds

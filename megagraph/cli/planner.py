@@ -18,7 +18,7 @@ from megagraph.planner.rows import bench_rows, load_rows, save_rows
 from megagraph.planner.search import Candidate, SearchResult
 from megagraph.planner.search import search as search_plans
 from megagraph.planner.split import gib
-from megagraph.planner.workload import Workload
+from megagraph.planner.workload import Precision, Workload
 
 _MAX_SECONDS = 86400  # a day
 
@@ -59,26 +59,34 @@ def profile(
     return Job(job)
 
 
-def fit(rows: tyro.conf.Positional[tuple[Path, ...]], /, out: Path = Path("cost.json")) -> Job:
+def fit(
+    rows: tyro.conf.Positional[tuple[Path, ...]],
+    /,
+    out: Path = Path("cost.json"),
+    impl: str | None = None,
+    dtype: Precision | None = None,
+) -> Job:
     """Fit a cost model to rows of one device and say how far off it is on rows that were held out.
 
     Args:
         rows: files of ``megagraph profile`` and of the benches, JSON lists.
         out: file to write.
+        impl, dtype: of the rows to fit, where files have rows of several.
     """
 
     def job() -> None:
         from megagraph.planner.fitting import fit as fit_rows
 
-        cost = fit_rows(read_rows(rows))
+        cost = fit_rows(read_rows(rows, impl, dtype))
         cost.save(out)
         print(f"{out}: {describe(cost)}")
 
     return Job(job)
 
 
-def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """The rows of several files; of those of a bench of attention the ones of the profile's implementation.
+def read_rows(paths: tuple[Path, ...], impl: str | None = None, dtype: Precision | None = None) -> list[dict[str, Any]]:
+    """The rows of several files, or those of an implementation and a dtype; of those of a bench of attention the ones
+    of the profile's.
 
     Raises:
         ValueError: a file is neither a JSON list nor pytest-benchmark's JSON, or a row is not as it was written.
@@ -90,9 +98,20 @@ def read_rows(paths: tuple[Path, ...]) -> list[dict[str, Any]]:
     def is_benched(row: Any) -> bool:
         return isinstance(row, dict) and row.get("kind") == "attention"
 
+    if impl is not None or dtype is not None:
+        rows = [
+            row
+            for row in rows
+            if not isinstance(row, dict)
+            or (impl in (None, row.get("impl")) and dtype in (None, row.get("dtype", "fp32")))
+        ]
     benched, others = filter(is_benched, rows), list(filterfalse(is_benched, rows))
-    impl = next((row.get("impl") for row in others if isinstance(row, dict)), None)
-    return others + [row for row in benched if not others or row.get("impl") == impl]
+    wanted = next((_kind_of(row) for row in others if isinstance(row, dict)), None)
+    return others + [row for row in benched if not others or _kind_of(row) == wanted]
+
+
+def _kind_of(row: dict[str, Any]) -> tuple[Any, Any]:
+    return row.get("impl"), row.get("dtype", "fp32")
 
 
 def describe(cost: CostModel) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -26,8 +27,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, split_args_kwargs_into_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from megagraph.attention.bias import BorderedData
@@ -235,15 +237,24 @@ class Pipeline:
 
     def _run(self, batch: Batch, inputs: dict[str, Any]) -> Tensor:
         if self._group is None:
-            value = self.modules[0](**inputs)
-            with record_function("stage backward"):
-                value.backward()
-            return value.detach()
+            return self._accumulate(self._microbatches(batch, inputs))
         losses: list[Tensor] = []
         target: dict[str, Any] = {"target": batch.labels, "losses": losses} if self.stages[-1].last else {}
         schedule, _ = self._schedule(batch, inputs, training=True)
         schedule.step(**inputs, **target, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    def _accumulate(self, parts: list[dict[str, Any]]) -> Tensor:
+        """Forward and backward of one micro-batch after the other; DDP sums gradients over ranks with the last one."""
+        (module,), values = self.modules, []
+        for i, inputs in enumerate(parts):
+            waits = isinstance(module, DistributedDataParallel) and i < len(parts) - 1
+            with module.no_sync() if waits else nullcontext():  # type: ignore[operator, union-attr]
+                value = module(**inputs)
+                with record_function("stage backward"):
+                    value.backward()
+            values.append(value.detach())
+        return torch.stack(values).sum()
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor | None:
@@ -253,7 +264,7 @@ class Pipeline:
             features = self.table(self.table.route(batch.node_ids))
             inputs["embedded"] = inputs["embedded"]._replace(features=features)
         if self._group is None:
-            return self.stages[0](**inputs)
+            return torch.cat([self.stages[0](**part) for part in self._microbatches(batch, inputs)])
         schedule, parts = self._schedule(batch, inputs, training=False)
         scores = schedule.step(**inputs)
         for part in parts:
@@ -273,6 +284,15 @@ class Pipeline:
         tensors = {name: x for name, x in inputs.items() if x is not None and name not in self._unread}
         return tensors | {"setting": setting} | ({"embedded": embedded} if self.stages[0].first else {})
 
+    def _microbatches(self, batch: Batch, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+        """Inputs of every micro-batch, cut as a schedule cuts them."""
+        num = self.plan.num_microbatches
+        if num == 1:
+            return [inputs]
+        _check_batch(batch, num)
+        specs = {name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()}
+        return split_args_kwargs_into_chunks((), inputs, num, None, specs)[1]
+
     def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> tuple[Schedule, list[_Part]]:
         """One for every shape of batch: what stages send each other is declared once and never looked at again.
 
@@ -290,10 +310,7 @@ class Pipeline:
     def _make_schedule(self, batch: Batch, inputs: dict[str, Any], training: bool) -> tuple[Schedule, list[_Part]]:
         assert self._group is not None
         num_chunks, config, dtype = self.plan.num_microbatches, self.config, self.stages[0].hidden_dtype
-        if batch.batch_size % num_chunks:
-            raise ValueError(
-                f"a batch must be a multiple of num_microbatches = {num_chunks}, got {batch.batch_size} sequences"
-            )
+        _check_batch(batch, num_chunks)
         size = batch.batch_size // num_chunks
         empty = partial(torch.empty, device=self.device, requires_grad=True)
         hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype, device=self.stages[0].wire)
@@ -321,6 +338,13 @@ class Pipeline:
             scale_grads=False,
         )
         return schedule, parts
+
+
+def _check_batch(batch: Batch, num_microbatches: int) -> None:
+    if batch.batch_size % num_microbatches:
+        raise ValueError(
+            f"a batch must be a multiple of num_microbatches = {num_microbatches}, got {batch.batch_size} sequences"
+        )
 
 
 def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:

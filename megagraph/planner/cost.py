@@ -151,7 +151,7 @@ class CostModel:
         if plan.pp > 1:
             sizes["transfer bytes"] = work.hidden_bytes
         if plan.cp > 1:
-            sizes["transfer bytes"] = work.block_bytes
+            sizes["transfer bytes"] = work.gradients_of_keys * work.block_bytes
         if plan.cp * plan.dp > 1:
             sizes["all-reduce ranks"] = plan.cp * plan.dp
         found = []
@@ -195,17 +195,18 @@ class CostModel:
         else:
             pipeline, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=gloo)
         compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
-        parameters = stage_parameters(work.config, layers).reshape(-1, plan.pp).sum(axis=0)
-        replicas = plan.cp * plan.dp
+        parameters = stage_parameters(work.config, layers, work.codes).reshape(-1, plan.pp).sum(axis=0)
+        gradients, replicas = work.sum_bytes * parameters, plan.cp * plan.dp
         calls, per_byte = links.all_reduce(plan)
-        reduced = ends + calls + per_byte * 4 * parameters  # begins when a rank has all of its gradients
+        reduced = ends + calls + per_byte * gradients  # begins when a rank has all of its gradients
         sharding = 0.0
         if plan.shard:
-            # every layer gathers its parameters, without a pipeline again backward; each is half of an all-reduce, and
-            # so is the sum of gradients over NCCL, where gloo sums them for all ranks
-            halves = (2 if plan.pp == 1 else 1) + (0 if gloo else -1)
+            # every layer gathers its parameters, without a pipeline for every micro-batch, and again backward; each is
+            # half of an all-reduce, and so is the sum of gradients over NCCL, where gloo sums them for all ranks
+            gathers, times = (2, plan.num_microbatches) if plan.pp == 1 else (1, 1)
+            halves = times * (gathers + (2 if gloo else 1)) - 2
             units = max(layers) * plan.stages_per_rank + 1
-            sharding = halves / 2 * float((per_byte * 4 * parameters).max()) + max(halves, 0) / 2 * units * calls
+            sharding = halves / 2 * float((per_byte * gradients).max()) + max(halves, 0) / 2 * units * calls
         updated = float(parameters.max()) / (replicas if plan.shard else 1)
         return {
             "slowest rank computes": compute,

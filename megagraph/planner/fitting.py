@@ -10,7 +10,7 @@ import numpy as np
 
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
-from megagraph.planner.memory import listed_bytes
+from megagraph.planner.memory import feature_bytes, listed_bytes, pair_bytes
 from megagraph.planner.rows import Row, check_rows
 from megagraph.planner.terms import (
     Terms,
@@ -28,7 +28,7 @@ from megagraph.planner.terms import (
     stage_parameters,
     workspace_terms,
 )
-from megagraph.planner.workload import Workload
+from megagraph.planner.workload import SUM_BYTES, Workload
 
 COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
 
@@ -109,7 +109,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
     origin: dict[str, str] = {
         name: str(checked[0][name])
-        for name in ("device", "device_type", "impl", "torch", "python", "commit", "ranks_per_node")
+        for name in ("device", "device_type", "impl", "dtype", "torch", "python", "commit", "ranks_per_node")
         if name in checked[0]
     }
     return CostModel(
@@ -148,7 +148,7 @@ def predict_seconds(seconds: Mapping[str, Mapping[str, float]], row: Row) -> flo
 
 def predict_peak(memory: Mapping[str, float], row: Row) -> float:
     """Peak bytes of a training step on one device, of what a memory row measured."""
-    peak = max(dot(memory, _row_kept(row)), 4.0 * _parameters(row))
+    peak = max(dot(memory, _row_kept(row)), _parameter_bytes(row))
     return _known_bytes(row) + peak + dot(memory, _row_workspace(row))
 
 
@@ -229,10 +229,12 @@ def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 def _row_kept(row: Row) -> Terms:
     m, rows, columns, config = row["sequences"], row["rows"], row["columns"], row_config(row)
     targets = rows if row["targets"] is None else row["targets"]
+    mixed = _dtype(row) == "bf16"
     layers = _layered(
-        row["layers"] - 1, *(kept_terms(m, rows, queries, columns, config) for queries in (rows, targets))
+        row["layers"] - 1, *(kept_terms(m, rows, queries, columns, config, mixed=mixed) for queries in (rows, targets))
     )
-    return layers | embedding_kept_terms(m, rows, config) | head_kept_terms(m, rows, targets, config)
+    ends = embedding_kept_terms(m, rows, config, mixed=mixed) | head_kept_terms(m, rows, targets, config, mixed=mixed)
+    return layers | ends
 
 
 def _row_workspace(row: Row) -> Terms:
@@ -247,14 +249,21 @@ def _layered(layers: float, layer: Terms, last: Terms) -> Terms:
 
 def _known_bytes(row: Row) -> float:
     """What needs no fit: parameters and their two moments, the batch's data."""
-    pair_bytes = 1 if row["bias"] == "bucket" else 4 * row["bias_size"]
-    listed = row.get("pairs")
-    data = listed_bytes(row["rows"], row["num_super"], listed) if listed else row["rows"] * row["columns"] * pair_bytes
-    return 12.0 * _parameters(row) + row["sequences"] * data + 4 * row["feature_rows"] * row["in_features"]
+    listed, codes = row.get("pairs"), int(row.get("codes", 0))
+    data = row["rows"] * row["columns"] * pair_bytes(row_config(row), _dtype(row))
+    if listed:
+        data = listed_bytes(row["rows"], row["num_super"], listed)
+    features = feature_bytes(row["feature_rows"], row["in_features"], codes)
+    return 3.0 * _parameter_bytes(row) + row["sequences"] * data + features
 
 
-def _parameters(row: Row) -> float:
-    return float(stage_parameters(row_config(row), [int(row["layers"])])[0])
+def _parameter_bytes(row: Row) -> float:
+    count = stage_parameters(row_config(row), [int(row["layers"])], int(row.get("codes", 0)))[0]
+    return float(SUM_BYTES[_dtype(row)] * count)
+
+
+def _dtype(row: Row) -> str:
+    return str(row.get("dtype", "fp32"))
 
 
 def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
@@ -262,7 +271,7 @@ def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
     memory: dict[str, float] = _least_squares(
         [_row_kept(row) for row in rows], [max(row["kept_bytes"], 1.0) for row in rows]
     )
-    full = [row for row in rows if row["kept_bytes"] > 4 * _parameters(row)]
+    full = [row for row in rows if row["kept_bytes"] > _parameter_bytes(row)]
     over = [predict_peak(memory, row) for row in full]
     left = [(row, row["peak_bytes"] - known) for row, known in zip(full, over, strict=True)]
     if left:

@@ -7,6 +7,7 @@ from operator import add
 
 import numpy as np
 
+from megagraph.models.config import ModelConfig
 from megagraph.planner.schedule import in_flight
 from megagraph.planner.split import Floats
 from megagraph.planner.terms import (
@@ -34,18 +35,20 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Float
     """
     plan, config = work.plan, work.config
     counts = np.broadcast_to(counts, (plan.num_stages, counts.shape[1]))
-    parameters, replicas = 4.0 * stage_parameters(config, counts), plan.cp * plan.dp
+    parameters, replicas = work.sum_bytes * stage_parameters(config, counts, work.codes), plan.cp * plan.dp
     if plan.shard:
         parameters /= replicas
     gradients = parameters * (1 if plan.shard or replicas == 1 else 2)  # DDP holds buckets, too
     activations = _kept_bytes(rates, work, counts)
     flight = np.array(in_flight(plan), float).T.reshape(-1, 1)
-    if plan.schedule == "gpipe":  # the most activations come before the first gradient
+    if plan.schedule == "gpipe" and (
+        plan.pp > 1 or plan.num_microbatches == 1
+    ):  # the most activations come before the first gradient
         activations = np.maximum(flight * activations, (flight - 1) * activations + gradients)
     else:
         activations = flight * activations + gradients
     boundary = np.full_like(activations, 0.0 if plan.pp == 1 else work.hidden_bytes * plan.num_microbatches)
-    boundary[0] += work.batch_sequences * work.feature_rows * config.in_features * 4
+    boundary[0] += work.batch_sequences * feature_bytes(work.feature_rows, config.in_features, work.codes)
     parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
     return parts | {"allocator": (_process_factor(rates) - 1) * reduce(add, parts.values())}
 
@@ -53,15 +56,18 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Float
 def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
     """What every stage keeps of a micro-batch for the backward pass; ``counts`` and result [stages, C]."""
     plan, config, m, rows, columns = work.plan, work.config, work.sequences, work.rows, work.columns
-    layer, last_layer = (dot(rates, kept_terms(m, rows, queries, columns, config)) for queries in (rows, work.targets))
+    mixed = work.dtype == "bf16"
+    layer, last_layer = (
+        dot(rates, kept_terms(m, rows, queries, columns, config, mixed=mixed)) for queries in (rows, work.targets)
+    )
     if plan.cp > 1 and plan.comm == "allgather":  # k and v of the other ranks' rows are kept, too
-        layer, last_layer = (kept + 8.0 * m * work.away * config.dim for kept in (layer, last_layer))
+        layer, last_layer = (kept + 2 * work.number_bytes * m * work.away * config.dim for kept in (layer, last_layer))
     elif plan.comm == "halo":
         layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
     # checkpointed: the inputs of all, and one layer that is computed again
     kept = counts * work.hidden_bytes + layer if plan.checkpoint else counts * layer
-    kept[0] += dot(rates, embedding_kept_terms(m, rows, config))
-    kept[-1] += dot(rates, head_kept_terms(m, rows, work.targets, config))
+    kept[0] += dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))
+    kept[-1] += dot(rates, head_kept_terms(m, rows, work.targets, config, mixed=mixed))
     kept[-1] += 0.0 if plan.checkpoint else last_layer - layer
     return kept
 
@@ -69,18 +75,27 @@ def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
 def shared_bytes(rates: Rates, work: RankWork) -> float:
     """What a rank holds once, however many stages and layers: the batch's data, workspace, ring buffers."""
     plan, config = work.plan, work.config
-    pair_bytes = 1 if config.bias == "bucket" else 4 * config.bias_size
-    data = work.rows * work.columns * pair_bytes
+    data = work.rows * work.columns * pair_bytes(config, work.dtype)
     if work.pairs:
         data = listed_bytes(work.rows, work.num_super, work.pairs)
     total = work.batch_sequences * data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
     if plan.cp > 1 and plan.comm == "allgather":
-        total += plan.cp * work.block_bytes  # the gradients of k and v of all nodes
+        total += plan.cp * work.gradients_of_keys * work.block_bytes  # the gradients of k and v of all nodes
     elif plan.comm == "halo":
-        total += work.halo_bytes
-    elif plan.cp > 1:
-        total += 4 * work.block_bytes + work.hidden_bytes  # two visiting blocks each way, accumulator
+        total += work.gradients_of_keys * work.halo_bytes
+    elif plan.cp > 1:  # two visiting blocks each way, accumulator
+        total += 2 * (1 + work.gradients_of_keys) * work.block_bytes + work.gradients_of_keys * work.hidden_bytes
     return total * _process_factor(rates)
+
+
+def feature_bytes(rows: float, in_features: int, codes: int) -> float:
+    """Raw features, fp32, and int64 degrees where these have codes."""
+    return rows * (4 * in_features + (8 if codes else 0))
+
+
+def pair_bytes(config: ModelConfig, dtype: str) -> int:
+    """Data of a pair of nodes: a bucket, or its channels."""
+    return 1 if config.bias == "bucket" else (2 if dtype == "bf16" else 4) * config.bias_size
 
 
 def listed_bytes(rows: float, num_super: float, pairs: float) -> float:

@@ -27,7 +27,8 @@ class Plan:
         layers: layers of every stage [L_i], in the order of the layers; ``()`` for as even as can be, the first
             stages one less.
         stages_per_rank: stage s is on rank s % pp of its pipeline, so that each has this many; virtual stages.
-        num_microbatches: parts of a batch that follow each other through the stages [K]; 1 where pp is 1.
+        num_microbatches: parts of a batch that follow each other through the stages [K]; without a pipeline (pp = 1)
+            each goes forward and back before the next one, and gradients are accumulated.
         schedule: order of the micro-batches, and what it asks for:
             ``"gpipe"``: all forward, then all backward;
             ``"1f1b"``: backward as soon as it can be, at most pp micro-batches in flight; K >= pp;
@@ -72,7 +73,7 @@ class Plan:
         if self.schedule not in get_args(ScheduleName):
             raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
         if self.pp == 1:
-            for name, only in (("num_microbatches", 1), ("stages_per_rank", 1), ("schedule", "gpipe")):
+            for name, only in (("stages_per_rank", 1), ("schedule", "gpipe")):
                 if getattr(self, name) != only:
                     raise ValueError(
                         f"{name} must be {only!r} without a pipeline (pp = 1), got {getattr(self, name)!r}"
@@ -110,6 +111,8 @@ class Plan:
         if self.pp > 1:
             layers = ",".join(map(str, self.layers)) or "even"
             words += [f"layers {layers}", f"{self.num_microbatches} micro-batches", self.schedule]
+        elif self.num_microbatches > 1:
+            words += [f"{self.num_microbatches} micro-batches"]
         words += [name for name in ("checkpoint", "shard") if getattr(self, name)]
         words += [self.comm] if self.cp > 1 and self.comm != "ring" else []
         return ", ".join(words)

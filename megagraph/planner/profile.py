@@ -16,16 +16,21 @@ import torch
 import torch.distributed as dist
 
 from megagraph.models.config import ModelConfig
+from megagraph.planner.cost import CostModel
+from megagraph.planner.fitting import fit
 from megagraph.planner.measure.computing import compute_rows, ring_rows
 from megagraph.planner.measure.design import design, largest, of_every_width
 from megagraph.planner.measure.links import communication_rows, stall_rows
 from megagraph.planner.measure.memory import memory_rows, observe_process
+from megagraph.planner.plan import Plan
 from megagraph.planner.rows import Row, load_rows, save_rows
 from megagraph.planner.terms import stage_parameters
-from megagraph.planner.workload import Workload
+from megagraph.planner.workload import RankWork, Workload
 from megagraph.provenance import provenance
 
 COMMUNICATION = 0.3  # of the time, for messages
+EXPIRES = 30 * 86400  # seconds, after which a machine is measured again
+FIT_ERROR = 0.5  # of held-out seconds, the mean; a quiet machine gives 0.03 to 0.1
 _ONCE = ("transfer", "all_reduce", "memory")  # kinds of rows that are the same on every rank
 
 
@@ -35,6 +40,7 @@ def profile(
     *,
     device: torch.device,
     batches: Iterable[Any] = (),
+    workers: int = 0,
     budget_seconds: float = 60.0,
     cache: Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -45,12 +51,16 @@ def profile(
 
     Args:
         batches: what the loader gives; the wait for each of the first eight is the loader stall.
-        cache: folder of profiles by device, versions, model and workload; ``None``: none is kept.
+        workers: processes of the loader.
+        cache: folder of profiles by device, versions, model, workload and workers; ``None``: none is kept. Those that
+            are older than ``EXPIRES`` or do not predict their own rows (``FIT_ERROR``) are not used again.
     """
     origin = provenance() | {
         "unit": "s",
         "device_type": device.type,
         "workload": _as_read(workload),
+        "dtype": workload.dtype,
+        "workers": workers,
         "impl": "triton" if device.type == "cuda" else "blocked",
         "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
@@ -67,7 +77,7 @@ def profile(
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, rows)
         rows = everyone[0] + [row for part in everyone[1:] for row in part if row["kind"] not in _ONCE]
-    if path is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+    if path is not None and (not dist.is_initialized() or dist.get_rank() == 0) and predicts(fit(rows)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # another process may write it, too; it is measured again next time
             save_rows(path, rows)
@@ -91,9 +101,10 @@ def _measure(
 
 
 def _largest_message(config: ModelConfig, workload: Workload) -> float:
-    """Bytes: hidden states of a whole batch, or all gradients, fp32."""
-    hidden = workload.batch_sequences * (workload.num_nodes + workload.num_super) * config.dim
-    return 4.0 * max(hidden, float(stage_parameters(config, [config.layers])[0]))
+    """Bytes: hidden states of a whole batch, or all gradients."""
+    whole = RankWork.of(config, Plan(), workload)
+    gradients = whole.sum_bytes * float(stage_parameters(config, [config.layers], whole.codes)[0])
+    return max(whole.hidden_bytes, gradients)
 
 
 def _as_read(given: ModelConfig | Workload) -> dict[str, Any]:
@@ -103,10 +114,16 @@ def _as_read(given: ModelConfig | Workload) -> dict[str, Any]:
 
 
 def _kept(path: Path) -> list[dict[str, Any]] | None:
-    """The rows of an earlier profile; ``None`` where there are none that are whole."""
+    """The rows of an earlier profile; ``None`` where there are none that are whole and not too old."""
     with suppress(OSError, ValueError):
-        return load_rows(path)
+        if time.time() - path.stat().st_mtime < EXPIRES:
+            return load_rows(path)
     return None
+
+
+def predicts(cost: CostModel) -> bool:
+    """Whether a fit predicts held-out rows to within ``FIT_ERROR``."""
+    return cost.held_out.get("time_mape", 0.0) <= FIT_ERROR
 
 
 def _fingerprint(origin: Row) -> str:

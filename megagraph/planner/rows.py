@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megagraph import files
-from megagraph.planner.workload import check_number
+from megagraph.planner.workload import NUMBER_BYTES, check_number
 
 Row = Mapping[str, Any]
 
@@ -49,10 +49,12 @@ FIELDS = {
 """Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
 ``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages.
 Rows of sequences whose pairs are listed have ``pairs`` and ``num_super``, too, and ``columns`` are those of a row on
-average."""
+average. ``dtype`` is fp32 where a row does not say bf16 or fp64, ``codes`` the number of degrees with a vector of their
+own."""
 
-_TEXTS = {"bias", "direction", "link", "device", "impl"}
-_NUMBERS = {"pairs", *(name for names in FIELDS.values() for name in names)} - _TEXTS
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}  # of benches, which time fp16, too
+_TEXTS = {"bias", "direction", "link", "device", "impl", "dtype"}
+_NUMBERS = {"pairs", "codes", *(name for names in FIELDS.values() for name in names)} - _TEXTS
 
 
 def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -66,7 +68,10 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for index, row in enumerate(rows):
         kind = row.get("kind") if isinstance(row, Mapping) else None
         if not isinstance(kind, str) or kind not in FIELDS:
-            raise ValueError(f"row {index} must have a kind of {sorted(FIELDS)}, got {kind!r}")
+            raise ValueError(
+                f"row {index} must have a kind of {sorted(FIELDS)}, got {kind!r}; rows that fit come from megagraph "
+                "profile and from the benches of attention"
+            )
         for name in FIELDS[kind]:
             if name not in row:
                 raise ValueError(f"row {index} ({kind}) must have the fields {list(FIELDS[kind])}, lacks {name!r}")
@@ -80,17 +85,20 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 f"row {index} ({kind}): direction must be forward, backward or forward_backward, "
                 f"got {row['direction']!r}"
             )
+        if row.get("dtype", "fp32") not in NUMBER_BYTES:
+            raise ValueError(f"row {index} ({kind}): dtype must be one of {sorted(NUMBER_BYTES)}, got {row['dtype']!r}")
         for name in ("workload", "model"):
             if not isinstance(row.get(name, {}), Mapping):
                 raise ValueError(f"row {index} ({kind}): {name} must be a JSON object, got {row[name]!r}")
         checked.append(dict(row))
-        origins.add((row.get("device"), row.get("impl")))
+        origins.add((row.get("device"), row.get("impl"), row.get("dtype", "fp32")))
     if not checked:
         raise ValueError("expected rows to fit, got none; run megagraph profile")
     if len(origins) > 1:
         raise ValueError(
-            "rows must come from one device and one implementation of attention, "
-            f"got {sorted(f'{device} {impl}' for device, impl in origins)}; fit a model for each of them"
+            "rows must come from one device, one implementation of attention and one dtype, "
+            f"got {sorted(' '.join(map(str, origin)) for origin in origins)}; fit a model for each of them, with "
+            "megagraph fit --impl and --dtype where one file has several"
         )
     return checked
 
@@ -133,7 +141,7 @@ def bench_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         try:
             ours = row["contender"].startswith("megagraph") and row.get("median") is not None
-            if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") == "float32":
+            if ours and row.get("form") in ("bucket", "projected") and row.get("dtype") in _DTYPES:
                 made.append(_attention_row(row))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"expected a row of a bench of attention, got {row}: {error!r}") from error
@@ -151,6 +159,7 @@ def _attention_row(row: dict[str, Any]) -> dict[str, Any]:
         "bias": row["form"],
         "bias_size": 4 if row["form"] == "projected" else 32,
         "impl": row["contender"].removeprefix("megagraph_"),
+        "dtype": _DTYPES[row["dtype"]],
         "direction": row["direction"],
         "seconds": row["median"],
         "unit": row["unit"],

@@ -66,6 +66,8 @@ def _numbered(stages: Sequence[int], backward: bool) -> list[Work]:
 def in_flight(plan: Plan) -> list[tuple[int, ...]]:
     """For every rank: micro-batches that each of its stages keeps for backward when the rank keeps the most [n_i]."""
     num, pp = plan.num_microbatches, plan.pp
+    if pp == 1:
+        return [(1,)]
     if plan.stages_per_rank == 1:
         return [(num if plan.schedule == "gpipe" else min(num, pp - rank),) for rank in range(pp)]
     return count_in_flight(pp, plan.stages_per_rank, num)

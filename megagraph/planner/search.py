@@ -164,12 +164,14 @@ def shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping
 def _schedules(base: dict[str, Any], num_layers: int, local_batch: int, asked: str | None) -> Iterator[Plan]:
     pp = base["pp"]
     yield Plan(**base, num_microbatches=1)
-    if pp == 1 or pp > num_layers:
+    if pp > num_layers:
         return
     for num in divisors(local_batch):
         if not 1 < num <= MAX_MICROBATCHES:
             continue
         yield Plan(**base, num_microbatches=num)
+        if pp == 1:
+            continue
         if num >= pp:
             yield Plan(**base, num_microbatches=num, schedule="1f1b")
         if num % pp == 0 and 2 * pp <= num_layers:

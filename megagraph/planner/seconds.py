@@ -68,13 +68,21 @@ def _attention_seconds(rates: Rates, links: Links, work: RankWork, way: str, que
         return _with_messages(
             dot(rates, attention_terms(m, queries, work.columns, config, ring=False)), links, work, way
         )
-    hop = links.hop(plan, work.block_bytes)  # gradients travel in fp32, too
+    hop, hop_of_gradients = _hops(links, work)
     local, visit = (
         dot(rates, attention_terms(m, queries, keys, config, ring=True)) for keys in (work.rows, work.block)
     )
     if way == "forward":
         return local + (plan.cp - 1) * max(visit, hop)
-    return local + (plan.cp - 1) * max(visit, 2 * hop) + hop
+    return local + (plan.cp - 1) * max(visit, hop + hop_of_gradients) + hop_of_gradients
+
+
+def _hops(links: Links, work: RankWork) -> tuple[float, float]:
+    """Of a block, and of its gradients, which travel in what they are summed up in."""
+    return (
+        links.hop(work.plan, work.block_bytes),
+        links.hop(work.plan, work.gradients_of_keys * work.block_bytes),
+    )
 
 
 def _with_messages(seconds: float, links: Links, work: RankWork, way: str) -> float:
@@ -82,13 +90,15 @@ def _with_messages(seconds: float, links: Links, work: RankWork, way: str) -> fl
     plan = work.plan
     if plan.cp == 1:
         return seconds
+    more = 1.0 if way == "forward" else work.gradients_of_keys
     if plan.comm == "halo":
-        return max(seconds, links.shared(plan, work.halo_bytes))
-    hop = links.hop(plan, work.block_bytes)
+        return max(seconds, links.shared(plan, more * work.halo_bytes))
+    hop, hop_of_gradients = _hops(links, work)
     if plan.comm == "allgather":  # gradients of a block go straight to its rank
-        return seconds + ((plan.cp - 1) * hop if way == "forward" else links.to_all(plan, work.block_bytes))
-    hops = (plan.cp - 1) * hop
-    return max(seconds, hops) if way == "forward" else max(seconds, 2 * hops) + hop
+        return seconds + ((plan.cp - 1) * hop if way == "forward" else links.to_all(plan, more * work.block_bytes))
+    if way == "forward":
+        return max(seconds, (plan.cp - 1) * hop)
+    return max(seconds, (plan.cp - 1) * (hop + hop_of_gradients)) + hop_of_gradients
 
 
 def pipeline_seconds(
@@ -101,7 +111,7 @@ def pipeline_seconds(
         wires, behind_data: as of :func:`simulate`.
     """
     if plan.pp == 1:
-        whole = float(forward[0] + backward[0])
+        whole = plan.num_microbatches * float(forward[0] + backward[0])
         return whole, np.array([whole])
     timeline = simulate(plan, forward.tolist(), backward.tolist(), wires, behind_data=behind_data)
     return timeline.seconds, np.asarray(timeline.rank_ends)

@@ -86,9 +86,16 @@ def all_reduce_terms(size: float, ranks: int) -> Terms:
     return {"all_reduce.call": 2.0 * (ranks - 1), "all_reduce.byte": 2 * (ranks - 1) / ranks * size}
 
 
-def kept_terms(m: float, rows: float, queries: float, columns: float, config: ModelConfig) -> Terms:
-    """What a layer keeps for backward; the scores only where an implementation stores them [c_attn]."""
-    return {
+def kept_terms(
+    m: float, rows: float, queries: float, columns: float, config: ModelConfig, *, mixed: bool = False
+) -> Terms:
+    """What a layer keeps for backward; the scores only where an implementation stores them [c_attn].
+
+    Args:
+        mixed: weights are rounded in every forward pass, and these kept, too.
+    """
+    weights = 4 * config.dim**2 + 2 * config.dim * config.ffn_dim
+    return ({"kept.weight": float(weights)} if mixed else {}) | {
         "kept.key": m * rows * config.dim,
         "kept.element": m * queries * config.dim,
         "kept.ffn_element": m * queries * config.ffn_dim,
@@ -98,13 +105,15 @@ def kept_terms(m: float, rows: float, queries: float, columns: float, config: Mo
     }
 
 
-def embedding_kept_terms(m: float, rows: float, config: ModelConfig) -> Terms:
-    return {"kept.embedding": m * rows * config.dim}
+def embedding_kept_terms(m: float, rows: float, config: ModelConfig, *, mixed: bool = False) -> Terms:
+    rounded = {"kept.in_weight": float(config.in_features * config.dim)} if mixed else {}
+    return rounded | {"kept.embedding": m * rows * config.dim}
 
 
-def head_kept_terms(m: float, rows: float, targets: float, config: ModelConfig) -> Terms:
+def head_kept_terms(m: float, rows: float, targets: float, config: ModelConfig, *, mixed: bool = False) -> Terms:
     """The read-out's inputs and scores; where the last layer's rows are not one piece of memory, a copy of them."""
-    return {
+    rounded = {"kept.out_weight": float(config.dim * config.num_classes)} if mixed else {}
+    return rounded | {
         "kept.head": m * targets * config.dim,
         "kept.class": m * targets * config.num_classes,
         "kept.slice": m * targets * config.dim if m > 1 and targets < rows else 0.0,
@@ -121,12 +130,13 @@ def workspace_terms(m: float, rows: float, targets: float, config: ModelConfig) 
     }
 
 
-def stage_parameters(config: ModelConfig, layers: Sequence[float] | Floats) -> Floats:
-    """Parameters of every stage of HierarchicalGT, from its layers; [stages, ...], as ``layers``."""
+def stage_parameters(config: ModelConfig, layers: Sequence[float] | Floats, codes: int = 0) -> Floats:
+    """Parameters of every stage of a model, from its layers, and from the degrees that have a vector on the first one;
+    [stages, ...], as ``layers``."""
     d, ffn = config.dim, config.ffn_dim
     attention = 4 * d * d + 3 * d
     feed_forward = 2 * d * ffn + ffn + d
     parameters = np.asarray(layers, float) * (attention + feed_forward + 4 * d + config.heads * config.bias_size)
-    parameters[0] += config.in_features * d + d + config.global_tokens * d
+    parameters[0] += config.in_features * d + d + (config.global_tokens + codes) * d
     parameters[-1] += 2 * d + d * config.num_classes + config.num_classes
     return parameters

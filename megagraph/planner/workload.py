@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megagraph import files
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan
+
+Precision = Literal["fp32", "bf16", "fp64"]
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}  # of hidden states, keys, values
+SUM_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of parameters, their moments and gradients, and of those of keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +27,8 @@ class Workload:
         feature_rows: distinct rows of raw features per sequence; ``None``: one for every node.
         pairs: listed pairs of regular nodes in a sequence, beside which all attend to super nodes; 0: all to all.
         halo: of listed pairs, rows that a rank receives, at most, where 2, 4, 8, ... ranks share a sequence.
+        dtype: as ``--dtype``; bf16 is mixed precision.
+        model: as ``--model``.
     """
 
     batch_sequences: int
@@ -32,6 +38,8 @@ class Workload:
     feature_rows: float | None = None
     pairs: int = 0
     halo: tuple[int, ...] = ()
+    dtype: Precision = "fp32"
+    model: Literal["hierarchical", "graphormer"] = "hierarchical"
 
     def __post_init__(self) -> None:
         lows = {"batch_sequences": 1, "num_nodes": 1, "num_super": 0, "num_targets": 0, "pairs": 0}
@@ -44,6 +52,10 @@ class Workload:
             check_number("feature_rows", self.feature_rows)
         for rows in self.halo:
             check_number("halo", rows)
+        if self.dtype not in NUMBER_BYTES:
+            raise ValueError(f"dtype must be one of {sorted(NUMBER_BYTES)}, got {self.dtype!r}")
+        if self.model not in ("hierarchical", "graphormer"):
+            raise ValueError(f"model must be hierarchical or graphormer, got {self.model!r}")
 
     def halo_of(self, ranks: int) -> float:
         """Rows that one of so many ranks receives; all others' where nobody has counted."""
@@ -87,6 +99,7 @@ class RankWork:
         feature_rows: rows of raw features per sequence.
         pairs: listed pairs of a sequence; 0: all attend to all.
         halo: rows of other ranks that these name.
+        codes: degrees that have a vector of their own.
     """
 
     config: ModelConfig
@@ -102,6 +115,8 @@ class RankWork:
     feature_rows: float
     pairs: float
     halo: float
+    dtype: Precision
+    codes: int
 
     @classmethod
     def of(cls, config: ModelConfig, plan: Plan, given: Workload) -> RankWork:
@@ -124,19 +139,34 @@ class RankWork:
             feature_rows=rows if given.feature_rows is None else given.feature_rows / plan.cp,
             pairs=pairs,
             halo=given.halo_of(plan.cp) if given.pairs else 0.0,
+            dtype=given.dtype,
+            codes=config.max_degree + 1 if given.model == "graphormer" else 0,
         )
 
     @property
+    def number_bytes(self) -> int:
+        return NUMBER_BYTES[self.dtype]
+
+    @property
+    def sum_bytes(self) -> int:
+        return SUM_BYTES[self.dtype]
+
+    @property
     def hidden_bytes(self) -> float:
-        """Hidden states of a micro-batch, fp32 [S_act]."""
-        return 4.0 * self.sequences * self.rows * self.config.dim
+        """Hidden states of a micro-batch [S_act]."""
+        return float(self.number_bytes * self.sequences * self.rows * self.config.dim)
 
     @property
     def halo_bytes(self) -> float:
-        """Keys and values that a micro-batch's pairs name, or their gradients, fp32."""
-        return 8.0 * self.sequences * self.halo * self.config.dim
+        """Keys and values that a micro-batch's pairs name."""
+        return 2.0 * self.number_bytes * self.sequences * self.halo * self.config.dim
 
     @property
     def block_bytes(self) -> float:
-        """Keys and values of a micro-batch's block, or their gradients, fp32."""
-        return 8.0 * self.sequences * self.block * self.config.dim
+        """Keys and values of a micro-batch's block."""
+        return 2.0 * self.number_bytes * self.sequences * self.block * self.config.dim
+
+    @property
+    def gradients_of_keys(self) -> float:
+        """Bytes of the gradients of these, or of those of a halo, for every byte of them."""
+        return self.sum_bytes / self.number_bytes

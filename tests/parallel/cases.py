@@ -83,6 +83,8 @@ SCHEDULES = {
                 shard=True),
         "ego", "fp64",
     ),
+    "accumulated-dp": (mg.Plan(dp=2, num_microbatches=2), "learned", "fp64"),
+    "accumulated-cp": (mg.Plan(cp=2, num_microbatches=4, checkpoint=True, shard=True), "cluster", "fp64"),
     "checkpoint-dp": (mg.Plan(cp=2, dp=2, checkpoint=True), "graphormer", "fp64"),
     "gpipe-4": (mg.Plan(pp=4, layers=(1, 2, 1, 1), num_microbatches=4, checkpoint=True), "cluster", "fp32"),
     "full-halo": (mg.Plan(cp=2, comm="halo"), "full", "fp64"),

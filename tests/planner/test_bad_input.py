@@ -90,8 +90,11 @@ BAD = {
     "row negative": (rows(seconds=-1.0), r"seconds must be a number of at least 0, got -1.0"),
     "row text": (rows(heads="8"), r"heads must be a number of at least 0, got '8'"),
     "row direction": (rows(direction="up"), "direction must be forward, backward or forward_backward, got 'up'"),
-    "row devices": (rows(device="other"), r"one device and one implementation .*got \['other None', 'paper None'\]"),
-    "row impls": (rows(impl="reference"), r"got \['paper None', 'paper reference'\]; fit a model for each"),
+    "row devices": (
+        rows(device="other"),
+        r"one device, one implementation .*got \['other None fp32', 'paper None fp32'\]",
+    ),
+    "row impls": (rows(impl="reference"), r"got \['paper None fp32', 'paper reference fp32'\]; fit a model for each"),
     "row of a bench, no sizes": (
         rows_file('[{"contender": "megagraph_short", "median": 1, "form": "bucket", "dtype": "float32"}]'),
         "expected a row of a bench of attention, got .*KeyError",

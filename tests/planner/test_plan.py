@@ -39,10 +39,6 @@ BAD_PLANS = {
         dict(stages_per_rank=2, schedule="interleaved", layers=(1, 5)),
         r"each of the pp \* stages_per_rank = 2 \* 2 stages at least 1 layer, got \(1, 5\)",
     ),
-    "micro-batches": (
-        dict(pp=1, layers=()),
-        r"num_microbatches must be 1 without a pipeline \(pp = 1\), got 2",
-    ),
     "schedule without a pipeline": (
         dict(pp=1, layers=(), num_microbatches=1, schedule="1f1b"),
         "schedule must be 'gpipe' without a pipeline",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,8 +15,9 @@ import torch
 import megagraph as mg
 from megagraph.cli import main
 from megagraph.cli.planner import read_rows
-from megagraph.planner.measure.design import Point, design
-from megagraph.planner.measure.memory import observe_memory
+from megagraph.planner import profile as module
+from megagraph.planner.measure.design import Point, design, of_every_width
+from megagraph.planner.measure.memory import memory_rows, observe_memory
 from megagraph.planner.profile import profile
 from megagraph.planner.rows import FIELDS, bench_rows, check_rows
 from tests.planner import synthetic
@@ -23,7 +26,8 @@ CONFIG = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=
 WORKLOAD = mg.planner.Workload(batch_sequences=4, num_nodes=24, num_super=2, num_targets=1)
 
 
-def test_profile_measures_every_part(tmp_path):
+def test_profile_measures_every_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FIT_ERROR", 1e9)  # a second is short
     arguments = dict(device=torch.device("cpu"), batches=range(4), budget_seconds=1.0, cache=tmp_path)
     rows = profile(CONFIG, WORKLOAD, **arguments)
     assert {row["kind"] for row in check_rows(rows)} == set(FIELDS) - {"transfer", "all_reduce", "attention", "model"}
@@ -37,6 +41,55 @@ def test_profile_measures_every_part(tmp_path):
     assert cost.memory["process.byte"] >= 1
     expected = observed * cost.memory["process.byte"]
     assert cost.memory_bytes(CONFIG, mg.Plan()) == pytest.approx([expected], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("bf16", "hierarchical"), ("fp64", "hierarchical"), ("fp32", "graphormer")]
+)
+def test_bytes_of_other_dtypes_and_models(dtype, kind):
+    """Of sizes that no row has, to those that an observer sees; as fp32 they would be a half off."""
+    config = replace(CONFIG, bias="bucket", layers=3, dim=32, in_features=16, max_degree=100)
+    workload = replace(WORKLOAD, batch_sequences=8, num_nodes=126, dtype=dtype, model=kind)
+    cpu = torch.device("cpu")
+    cost = mg.planner.fit(json.loads(json.dumps(memory_rows(of_every_width(design(config, workload, cpu)), cpu))))
+    for sequences, nodes in ((6, 128), (3, 90)):
+        point = Point(
+            sequences=sequences,
+            nodes=nodes,
+            config=config,
+            targets=1,
+            feature_rows=sequences * nodes,
+            dtype=dtype,
+            model=kind,
+        )
+        observed = observe_memory(point, cpu)["peak_bytes"]
+        given = replace(workload, batch_sequences=sequences, num_nodes=nodes - 2)
+        assert cost.memory_bytes(config, mg.Plan(), given) == pytest.approx([observed], rel=0.02)
+
+
+def test_a_profile_is_of_its_dtype_model_and_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FIT_ERROR", 1e9)
+    arguments = dict(device=torch.device("cpu"), budget_seconds=0.2, cache=tmp_path)
+    config = replace(CONFIG, bias="bucket")
+    for workload in (WORKLOAD, replace(WORKLOAD, dtype="bf16"), replace(WORKLOAD, model="graphormer")):
+        rows = profile(config, workload, **arguments)
+        assert {row["dtype"] for row in rows} == {workload.dtype} and mg.planner.fit(rows).workload == workload
+    profile(config, WORKLOAD, workers=2, **arguments)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_profile_that_is_old_or_predicts_nothing_is_measured_again(tmp_path, monkeypatch):
+    arguments = dict(device=torch.device("cpu"), budget_seconds=0.2, cache=tmp_path)
+    monkeypatch.setattr(module, "FIT_ERROR", -1.0)
+    profile(CONFIG, WORKLOAD, **arguments)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(module, "FIT_ERROR", 1e9)
+    rows = profile(CONFIG, WORKLOAD, **arguments)
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (0, time.time() - 29 * 86400))
+    assert profile(CONFIG, WORKLOAD, **arguments) == rows
+    os.utime(path, (0, time.time() - 31 * 86400))
+    assert profile(CONFIG, WORKLOAD, **arguments) != rows
 
 
 def test_profile_of_listed_pairs(tmp_path):
@@ -109,7 +162,7 @@ def test_rows_of_the_attention_bench_are_rows_of_attention(tmp_path):
     row = dict(contender="megagraph_blocked", B=1, H=2, M=8, N=16, D=4, form="bucket", dtype="float32", unit="s")
     row |= dict(direction="forward", median=1e-3, device="paper", torch="2", commit="c")
     made = bench_rows([row, row | dict(contender="eager"), row | dict(median=None)])
-    assert [r["kind"] for r in check_rows(made)] == ["attention"]
+    assert [(r["kind"], r["dtype"]) for r in check_rows(made)] == [("attention", "fp32")]
     assert made[0]["dim"] == 8 and made[0]["seconds"] == 1e-3
     assert made[0]["impl"] == "blocked"
     benchmarks = [{"extra_info": one} for one in (row, row | dict(contender="megagraph_reference"))]
@@ -119,3 +172,15 @@ def test_rows_of_the_attention_bench_are_rows_of_attention(tmp_path):
     )
     read = check_rows(read_rows((tmp_path / "bench.json", tmp_path / "profile.json")))
     assert [(r["kind"], r["impl"]) for r in read] == [("stall", "blocked"), ("attention", "blocked")]
+
+
+def test_rows_of_several_dtypes_are_fitted_one_dtype_at_a_time(tmp_path, monkeypatch, capsys):
+    row = dict(contender="megagraph_triton", B=1, H=2, M=8, N=16, D=4, form="bucket", unit="s", device="a GPU")
+    row |= dict(direction="forward", median=1e-3, torch="2", commit="c")
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row | dict(dtype=dtype) for dtype in ("bfloat16", "float32", "float16")]))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "fit", path, "--out", tmp_path / "cost.json")
+    assert re.search(r"one dtype, got \['a GPU triton bf16', 'a GPU triton fp32'\].*--dtype", capsys.readouterr().err)
+    run(monkeypatch, "fit", path, "--dtype", "bf16", "--out", tmp_path / "cost.json")
+    assert mg.planner.CostModel.load(tmp_path / "cost.json").origin["dtype"] == "bf16"

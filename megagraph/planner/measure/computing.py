@@ -18,9 +18,8 @@ from tqdm import tqdm
 from megagraph.attention.bias import BucketBias, ProjectedBias
 from megagraph.attention.context_parallel import loopback_attention
 from megagraph.models.config import ModelConfig
-from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.measure.clock import Clock, median
-from megagraph.planner.measure.design import MAX_TOKENS, Point, random_inputs
+from megagraph.planner.measure.design import DTYPES, MAX_TOKENS, Point, random_inputs
 from megagraph.planner.workload import Workload
 
 ROUNDS = 3
@@ -31,7 +30,7 @@ class Probe:
 
     def __init__(self, point: Point, device: torch.device) -> None:
         self.point, self.device, self.clock = point, device, Clock(device)
-        self.model = HierarchicalGT(point.config).to(device)
+        self.model = point.make_model(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.inputs = random_inputs(point, device)
         self.samples: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -50,7 +49,7 @@ class Probe:
         mark, between = self.clock.mark, self.clock.between
         self.optimizer.zero_grad()
         mark("start")
-        loss = self.model(**self.inputs).square().mean()
+        loss = self.point.forward(self.model, self.inputs).square().mean()
         mark("forward end")
         loss.backward()
         mark("backward end")
@@ -122,14 +121,16 @@ def ring_rows(
     length = nodes + supers
     m = max(1, min(workload.batch_sequences, MAX_TOKENS // length))
     shape = (m, config.heads, length, config.dim // config.heads)
-    q, k, v = (torch.rand(shape, device=device).requires_grad_() for _ in range(3))
-    learned = torch.rand(config.heads, config.bias_size, device=device, requires_grad=True)
+    numbers = torch.bfloat16 if workload.dtype == "bf16" else DTYPES[workload.dtype]
+    q, k, v = (torch.rand(shape, device=device, dtype=numbers).requires_grad_() for _ in range(3))
+    learned = torch.rand(config.heads, config.bias_size, device=device, dtype=DTYPES[workload.dtype]).requires_grad_()
     bias: BucketBias | ProjectedBias
     if config.bias == "bucket":
         index = torch.randint(0, config.bias_size, (m, length, length), dtype=torch.uint8).to(device)
         bias = BucketBias(index, learned)
     else:
-        bias = ProjectedBias(torch.rand(m, config.bias_size, length, length, device=device), learned)
+        channels = torch.bfloat16 if workload.dtype == "bf16" else torch.float32
+        bias = ProjectedBias(torch.rand(m, config.bias_size, length, length, device=device, dtype=channels), learned)
     samples: dict[tuple[int, str], list[float]] = defaultdict(list)
     for run in tqdm(range(ROUNDS + 1), desc="profile: rings", leave=False, disable=None):
         if run > 1 and time.perf_counter() - started > budget_seconds:

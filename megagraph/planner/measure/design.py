@@ -1,4 +1,4 @@
-"""Which sizes a profile measures, and random data of each."""
+"""Which sizes a profile measures, with a model and random data of each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
 from megagraph.models.config import ModelConfig
-from megagraph.planner.workload import Workload, listed_scores
+from megagraph.models.graphormer import Graphormer
+from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.models.transformer import GraphTransformer
+from megagraph.planner.workload import Precision, Workload, listed_scores
 
 PAIRED_NODES = 1 << 14  # of a sequence whose pairs are listed, at most
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of parameters
 MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before
 
 
@@ -30,6 +34,20 @@ class Point:
     feature_rows: int  # in all
     num_super: int = 0  # of the nodes, where pairs are listed
     pairs: int = 0  # that are listed in a sequence; 0: all attend to all
+    dtype: Precision = "fp32"
+    model: str = "hierarchical"
+
+    def make_model(self, device: torch.device) -> GraphTransformer:
+        kind = Graphormer if self.model == "graphormer" else HierarchicalGT
+        model: GraphTransformer = kind(self.config)
+        return model.to(device, DTYPES[self.dtype])
+
+    def forward(self, model: GraphTransformer, inputs: dict[str, Any]) -> Tensor:
+        """Class scores, as training computes them."""
+        device = inputs["features"].device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bf16"):
+            scores: Tensor = model(**inputs)
+        return scores
 
     def fields(self) -> dict[str, Any]:
         config, columns, listed = self.config, float(self.nodes), {}
@@ -50,13 +68,19 @@ class Point:
             "num_classes": config.num_classes,
             "feature_rows": self.feature_rows,
             "global_tokens": config.global_tokens,
+            "dtype": self.dtype,
+            "codes": config.max_degree + 1 if self.model == "graphormer" else 0,
         }
 
 
 def design(config: ModelConfig, workload: Workload, device: torch.device) -> list[Point]:
     """Sizes around those of the workload, small ones first: micro-batches, nodes, widths and heads."""
-    if workload.pairs:
-        return _design_of_pairs(config, workload)
+    given: dict[str, Any] = {"dtype": workload.dtype, "model": workload.model}
+    points = _design_of_pairs(config, workload) if workload.pairs else _design_of_sequences(config, workload, device)
+    return [replace(point, **given) for point in points]
+
+
+def _design_of_sequences(config: ModelConfig, workload: Workload, device: torch.device) -> list[Point]:
     nodes = workload.num_nodes + workload.num_super
     most = workload.batch_sequences
     if device.type == "cpu":
@@ -148,7 +172,8 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     elif config.bias == "bucket":
         structure = torch.randint(0, config.bias_size, (m, n, n), dtype=torch.uint8, generator=generator)
     else:
-        structure = torch.rand(m, config.bias_size, n, n, generator=generator)
+        channels = torch.bfloat16 if point.dtype == "bf16" else torch.float32
+        structure = torch.rand(m, config.bias_size, n, n, generator=generator, dtype=channels)
     inputs = {
         "features": torch.rand(point.feature_rows, config.in_features, generator=generator),
         "node_index": torch.randint(0, point.feature_rows, (m, n - tokens), generator=generator),
@@ -156,6 +181,8 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
         "key_padding_mask": torch.zeros(m, n, dtype=torch.bool),
         "dropout_key": dropout_keys(0, 0, torch.arange(m)),
     }
+    if point.model == "graphormer":
+        inputs["degrees"] = torch.randint(0, config.max_degree + 1, (point.feature_rows,), generator=generator)
     layout = NodeLayout(n - point.num_super, point.num_super) if point.pairs else None
     moved = {name: x.to(device) for name, x in inputs.items()}
     return moved | {"num_targets": point.targets, "layout": layout}

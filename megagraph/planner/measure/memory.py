@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.attention.bias import BorderedData
-from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.measure.design import Point, random_inputs
 
 
@@ -27,13 +26,13 @@ def memory_rows(points: list[Point], device: torch.device) -> list[dict[str, Any
 
 def observe_memory(point: Point, device: torch.device) -> dict[str, Any]:
     """A step as an observer sees it that knows nothing of terms: CUDA's allocator, on a CPU torch's MemTracker."""
-    model = HierarchicalGT(point.config).to(device)
+    model = point.make_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     inputs = random_inputs(point, device)
 
     def step(after_forward: Callable[[], None]) -> None:
         optimizer.zero_grad()
-        loss = model(**inputs).square().mean()
+        loss = point.forward(model, inputs).square().mean()
         after_forward()
         loss.backward()
         optimizer.step()
@@ -111,11 +110,11 @@ def observe_process(point: Point, device: torch.device) -> dict[str, Any]:
 
 def _train(point: Point, device: torch.device) -> None:
     """Two steps of a model that is dropped afterwards."""
-    model, inputs = HierarchicalGT(point.config).to(device), random_inputs(point, device)
+    model, inputs = point.make_model(device), random_inputs(point, device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         optimizer.zero_grad()
-        model(**inputs).square().mean().backward()
+        point.forward(model, inputs).square().mean().backward()
         optimizer.step()
 
 
