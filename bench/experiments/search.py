@@ -1,32 +1,39 @@
 """How long the search takes, and how far its choice is from the best of all plans.
 
-    python -m bench.experiments.search
+    python -m bench.experiments.search [times | gaps]
 
-GPipe's best split is exact. Of the other schedules the search runs twenty on paper, so that it may miss the best one:
-here every plan with every split of the layers is run on paper, for MACHINES machines whose coefficients are drawn (seed
-0) up to a factor of three around those of a CPU core, with plenty of memory and with little. Times are of the
-processor, which on an idle machine are those of the clock: medians of REPEATS searches in a process that has imported
-everything and remembers none of them.
+Times: of the processor, which on an idle machine are those of the clock: medians of REPEATS searches in a process that
+has imported everything and remembers none of them.
+
+Gaps: PROBLEMS small ones, drawn with seed 0: a machine whose coefficients lie up to a factor of ten around those of a
+CPU core, on one host or on several, 1 to 8 processes, 2 to 7 layers, 1 to 16 sequences, replicated or sharded, and
+memory that holds few of the plans, half of them, or all. Every plan with every split of its layers is run on paper. The
+search must find the best (GAP), a plan where there is one, and no plan may be faster than its bound.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any, Literal
 
 import numpy as np
+import tyro
 
 from bench.provenance import write_rows
 from megagraph.models.config import ModelConfig
-from megagraph.planner import CostModel, NoFeasiblePlan, Workload, schedule, search
+from megagraph.planner import CostModel, NoFeasiblePlan, Workload, schedule, search, simulate
 from megagraph.planner.plan import Plan
-from megagraph.planner.search import HEADROOM, shapes
+from megagraph.planner.search import HEADROOM, KERNEL_TILE, shapes
+from megagraph.planner.split import balance
 
-TIMED = ((96, 1024, 1024, 1.0), (32, 4, 64, 0.1))  # layers, processes, sequences, seconds that it may take
-GAPS = ((6, 4), (6, 8), (8, 4))  # layers, processes
-MACHINES, REPEATS, SPREAD = 8, 5, 3.0
+TIMED = ((96, 1024, 1024, 3.0), (512, 1024, 1024, 15.0), (96, 5040, 5040, 15.0), (32, 4, 64, 0.2))
+"""Layers, processes, sequences, seconds that it may take."""
+PROBLEMS, GAP = 400, 0.01
+REPEATS = 3
 WORKLOAD = Workload(batch_sequences=16, num_nodes=1024, num_super=64, num_targets=1024)
 SECONDS = {
     "layer.call": 1e-4,
@@ -46,17 +53,17 @@ LINK = {"transfer.call": 5e-5, "transfer.byte": 1e-9, "all_reduce.call": 5e-5, "
 MEMORY = {"kept.key": 42.0, "kept.head_row": 4.0, "kept.embedding": 5.0, "kept.head": 8.0, "workspace.element": 16.0}
 
 
-def machine(seed: int) -> CostModel:
-    """A cost model with coefficients of its own."""
+def machine(seed: int, spread: float = 3.0, per_node: int | None = None) -> CostModel:
+    """A cost model with coefficients of its own, of a host or of several whose links are slower."""
     rng = np.random.default_rng(seed)
 
     def drawn(table: dict[str, float], factor: float = 1.0) -> dict[str, float]:
-        return {name: value * factor * SPREAD ** rng.uniform(-1, 1) for name, value in table.items()}
+        return {name: value * factor * spread ** rng.uniform(-1, 1) for name, value in table.items()}
 
     return CostModel(
-        origin={"device": f"machine {seed}"},
+        origin={"device": f"machine {seed}"} | ({} if per_node is None else {"ranks_per_node": str(per_node)}),
         seconds={"forward": drawn(SECONDS), "backward": drawn(SECONDS, 2.5)},
-        links={"node": drawn(LINK)},
+        links={"node": drawn(LINK)} | ({} if per_node is None else {"across": drawn(LINK, 20)}),
         memory=MEMORY,
         stall_seconds=0.0,
         ranges={},
@@ -70,67 +77,95 @@ def model(layers: int) -> ModelConfig:
     )
 
 
-def everything(cost: CostModel, config: ModelConfig, world_size: int) -> Iterator[tuple[float, float, Plan]]:
+def everything(
+    cost: CostModel, config: ModelConfig, workload: Workload, world_size: int, fixed: dict[str, Any]
+) -> Iterator[tuple[float, float, Plan]]:
     """Seconds, bytes and plan, of every plan with every split."""
-    for shape in shapes(config, world_size, WORKLOAD, {}):
+    for shape in shapes(config, world_size, workload, fixed):
         parts = shape.dp * shape.num_microbatches
-        if shape.num_stages > config.layers or WORKLOAD.batch_sequences % parts:
+        if shape.num_stages > config.layers or workload.batch_sequences % parts:
+            continue
+        if shape.cp > 1 and workload.num_nodes / shape.cp < KERNEL_TILE:
             continue
         for cuts in combinations(range(1, config.layers), shape.num_stages - 1):
             plan = replace(shape, layers=tuple(b - a for a, b in pairwise((0, *cuts, config.layers))))
-            yield cost.step_seconds(config, plan, WORKLOAD), max(cost.memory_bytes(config, plan, WORKLOAD)), plan
+            yield cost.step_seconds(config, plan, workload), max(cost.memory_bytes(config, plan, workload)), plan
 
 
-def main() -> None:
-    """Print, and write bench/results/cpu/search.json."""
+def times() -> list[dict[str, Any]]:
+    """Rows of searches of many processes."""
     rows = []
     for layers, world_size, sequences, most in TIMED:
         workload = replace(WORKLOAD, batch_sequences=sequences)
         samples, walls = [], []
         for _ in range(REPEATS):
-            schedule.order_of.cache_clear()
-            schedule.count_in_flight.cache_clear()
+            for remembered in (schedule.order_of, schedule.slots_of, schedule.count_in_flight, simulate._programs):
+                remembered.cache_clear()
             started, wall = time.process_time(), time.perf_counter()
             found = search(machine(0), model(layers), world_size, 80 * 2**30, workload=workload)
             samples.append(time.process_time() - started)
             walls.append(time.perf_counter() - wall)
         row = {"kind": "time", "layers": layers, "processes": world_size, "sequences": sequences, "unit": "s"}
-        rows.append(
-            row
-            | {
-                "candidates": len(found.candidates),
-                "seconds": samples,
-                "wall_seconds": walls,
-                "median": float(np.median(samples)),
-            }
-        )
+        row |= {"candidates": len(found.candidates), "seconds": samples, "wall_seconds": walls}
+        rows.append(row | {"median": float(np.median(samples)), "most": most})
         verdict = "holds" if np.median(samples) <= most else "FAILS"
         print(
             f"L = {layers}, W = {world_size}: {np.median(samples):.3f} s ({min(samples):.3f} to {max(samples):.3f}), "
-            f"{len(found.candidates)} candidates; <= {most} s {verdict}"
+            f"{len(found.candidates)} candidates; <= {most} s {verdict}",
+            flush=True,
         )
-    for layers, world_size in GAPS:
-        gaps = []
-        for seed in range(MACHINES):
-            cost, config = machine(seed), model(layers)
-            plans = list(everything(cost, config, world_size))
-            lightest = min(size for _, size, _ in plans)
-            for limit in (1.3 * lightest, 1e15):
-                try:
-                    found = search(cost, config, world_size, limit / (1 - HEADROOM), workload=WORKLOAD)
-                except NoFeasiblePlan:  # only lighter splits of other schedules fit
-                    gaps.append(float("inf"))
-                    continue
-                best = min(plan for plan in plans if plan[1] <= limit)
-                gaps.append(found.best.step_seconds / best[0] - 1)
-        row = {"kind": "gap", "layers": layers, "processes": world_size, "plans": len(plans), "gaps": gaps, "unit": "1"}
-        rows.append(row)
-        print(
-            f"L = {layers}, W = {world_size}: {len(plans)} plans, gap to the best of all at most {max(gaps):.2%}, "
-            f"0 in {sum(gap < 1e-9 for gap in gaps)} of {len(gaps)}"
-        )
-    print(write_rows("search", rows, folder="cpu"))
+    return rows
+
+
+def gaps() -> list[dict[str, Any]]:
+    """A row of all problems."""
+    rng, found_gaps, missed, broken, bounds, plans_seen = random.Random(0), [], 0, 0, 0, 0
+    for problem in range(PROBLEMS):
+        world_size, layers = rng.randint(1, 8), rng.randint(2, 7)
+        per_node = rng.choice([None, 1, 2])
+        cost, config = machine(problem, spread=10.0, per_node=per_node), model(layers)
+        workload = replace(WORKLOAD, batch_sequences=rng.choice([1, 2, 4, 6, 8, 12, 16]))
+        fixed = {"shard": rng.random() < 0.3}
+        plans = list(everything(cost, config, workload, world_size, fixed))
+        sizes = sorted(size for _, size, _ in plans)
+        limit = rng.choice([sizes[len(sizes) // 20], sizes[len(sizes) // 2], sizes[-1]]) if sizes else 1e15
+        limit *= rng.choice([1 - 1e-6, 1 + 1e-6])
+        fits = [plan for plan in plans if plan[1] <= limit]
+        plans_seen += len(plans)
+        try:
+            found = search(cost, config, world_size, limit / (1 - HEADROOM), workload=workload, fixed=fixed)
+        except NoFeasiblePlan:
+            missed += bool(fits)
+            continue
+        broken += found.best.peak_bytes > limit
+        found_gaps.append(found.best.step_seconds / min(fits)[0] - 1)
+        for seconds, _, plan in rng.sample(plans, min(40, len(plans))):
+            bounds += seconds < bound_of(cost, config, workload, plan) * (1 - 1e-9)
+    row = {"kind": "gap", "problems": PROBLEMS, "plans": plans_seen, "gaps": found_gaps, "unit": "1"}
+    row |= {"missed": missed, "over_the_limit": broken, "faster_than_their_bound": bounds}
+    print(
+        f"{PROBLEMS} problems, {plans_seen} plans: {len(found_gaps)} solved, gap at most {max(found_gaps):.2%}, "
+        f"{sum(gap > GAP for gap in found_gaps)} above {GAP:.0%}; {missed} plans missed, {broken} above the limit, "
+        f"{bounds} faster than their bound"
+    )
+    return [row]
+
+
+def bound_of(cost: CostModel, config: ModelConfig, workload: Workload, plan: Plan) -> float:
+    """As the search computes it."""
+    work = cost.rank_work(config, plan, workload)
+    tables, free = cost.stage_tables(work), np.zeros((plan.num_stages, config.layers + 1))
+    fastest = balance(tables, free, 0.0, plan.num_microbatches)
+    assert fastest is not None
+    return cost.step_bound(work, fastest[0], tables)
+
+
+def main(what: tyro.conf.Positional[Literal["times", "gaps", "both"]] = "both", /) -> None:
+    """Print, and write bench/results/cpu/search-times.json and search-gaps.json."""
+    for name, rows_of in (("times", times), ("gaps", gaps)):
+        if what in (name, "both"):
+            print(write_rows(f"search-{name}", rows_of(), folder="cpu"))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

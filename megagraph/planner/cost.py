@@ -7,6 +7,7 @@ fitted to the rows of one device with non-negative least squares. The terms say 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -19,7 +20,7 @@ from megagraph.planner.links import Links
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.seconds import pipeline_bound, pipeline_seconds, stage_tables
-from megagraph.planner.split import Floats, StageTables
+from megagraph.planner.split import StageTables
 from megagraph.planner.terms import dot, optimizer_terms, stage_parameters
 from megagraph.planner.workload import RankWork, Workload, check_number
 
@@ -127,7 +128,7 @@ class CostModel:
         work = self.rank_work(config, plan, workload)
         tables = self.stage_tables(work)
         layers = [len(stage) for stage in plan.stages(config.layers)]
-        return self.step_terms(work, layers, *tables.stages(layers))
+        return self.step_terms(work, layers, tables)
 
     def extra_layers(self, config: ModelConfig, given: Workload) -> tuple[float, float]:
         """What the embedding and the read-out take beside the layers of their stage, in layers.
@@ -183,39 +184,60 @@ class CostModel:
         """Seconds of one micro-batch on a first, middle and last stage of 0..L layers."""
         return stage_tables(self.seconds, self._links, work)
 
-    def step_terms(
-        self, work: RankWork, layers: Sequence[int], forward: Floats, backward: Floats, *, bound: bool = False
-    ) -> dict[str, float]:
-        """``explain`` from the layers and seconds of the stages; ``bound``: what they are at least, much sooner."""
-        plan = work.plan
-        links, gloo = self._links, self.origin.get("device_type", "cpu") == "cpu"
-        wires = links.boundaries(plan, work.hidden_bytes)
-        if bound:
-            pipeline, ends = pipeline_bound(plan, forward, backward, wires)
-        else:
-            pipeline, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=gloo)
+    def step_terms(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> dict[str, float]:
+        """``explain`` from the seconds of stages."""
+        plan, (forward, backward) = work.plan, tables.stages(layers)
+        wires = self._links.boundaries(plan, work.hidden_bytes)
+        shared = self._links.groups(plan)
+        pipeline, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
         compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
         parameters = stage_parameters(work.config, layers, work.codes).reshape(-1, plan.pp).sum(axis=0)
-        gradients, replicas = work.sum_bytes * parameters, plan.cp * plan.dp
-        calls, per_byte = links.all_reduce(plan)
-        reduced = ends + calls + per_byte * gradients  # begins when a rank has all of its gradients
-        sharding = 0.0
-        if plan.shard:
-            # every layer gathers its parameters, without a pipeline for every micro-batch, and again backward; each is
-            # half of an all-reduce, and so is the sum of gradients over NCCL, where gloo sums them for all ranks
-            gathers, times = (2, plan.num_microbatches) if plan.pp == 1 else (1, 1)
-            halves = times * (gathers + (2 if gloo else 1)) - 2
-            units = max(layers) * plan.stages_per_rank + 1
-            sharding = halves / 2 * float((per_byte * gradients).max()) + max(halves, 0) / 2 * units * calls
-        updated = float(parameters.max()) / (replicas if plan.shard else 1)
+        calls, per_byte = self._links.all_reduce(plan)
+        # begins when a rank has all of its gradients
+        reduced = float((ends + calls + per_byte * work.sum_bytes * parameters).max())
+        most = float(parameters.max())
         return {
             "slowest rank computes": compute,
             "bubble and transfers": pipeline - compute,
-            "all-reduce": max(0.0, float(reduced.max()) - pipeline),
-            "parameter gathers": sharding,
-            "optimizer": dot(self.seconds.get("forward", {}), optimizer_terms(updated)),
+            "all-reduce": max(0.0, reduced - pipeline),
+            "parameter gathers": self._sharding(work, max(layers), most),
+            "optimizer": self._optimizer(work, most),
             "loader stall": self.stall_seconds,
         }
+
+    def step_bound(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> float:
+        """Seconds of a step at least, however the layers are split; ``layers``: the split of least GPipe time."""
+        plan = work.plan
+        pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
+        counts = np.array([[1.0 if plan.pp > 1 else count, count] for count in layers])
+        parameters = stage_parameters(work.config, counts, work.codes)
+        calls, per_byte = self._links.all_reduce(plan)
+        # the last micro-batch comes back to the first stage, which has a layer at least
+        reduced = calls + per_byte * work.sum_bytes * float(parameters[0, 0])
+        most = float(parameters[:, 1].sum()) / plan.pp
+        others = self._sharding(work, math.ceil(sum(layers) / len(layers)), most) + self._optimizer(work, most)
+        return pipeline + reduced + others + self.stall_seconds
+
+    @property
+    def _gloo(self) -> bool:
+        return self.origin.get("device_type", "cpu") == "cpu"
+
+    def _sharding(self, work: RankWork, layers: int, parameters: float) -> float:
+        """What sharding sends beside an all-reduce, of the rank that has the most."""
+        plan = work.plan
+        if not plan.shard:
+            return 0.0
+        calls, per_byte = self._links.all_reduce(plan)
+        # every layer gathers its parameters, without a pipeline for every micro-batch, and again backward; each is half
+        # of an all-reduce, and so is the sum of gradients over NCCL, where gloo sums them for all ranks
+        gathers, times = (2, plan.num_microbatches) if plan.pp == 1 else (1, 1)
+        halves = times * (gathers + (2 if self._gloo else 1)) - 2
+        units = layers * plan.stages_per_rank + 1
+        return halves / 2 * (per_byte * work.sum_bytes * parameters + units * calls)
+
+    def _optimizer(self, work: RankWork, parameters: float) -> float:
+        updated = parameters / (work.plan.cp * work.plan.dp if work.plan.shard else 1)
+        return dot(self.seconds.get("forward", {}), optimizer_terms(updated))
 
     @property
     def _links(self) -> Links:

@@ -207,23 +207,31 @@ def _least_squares(
 
 
 def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Of long messages more than of short ones, which a link may let through at another rate: they take the time."""
+    """Of long messages more than of short ones, which a link may let through at another rate: they take the time.
+
+    A link may take some bytes at once, its burst, and send them later: what of it makes the least error.
+    """
     links: dict[str, dict[str, float]] = {}
     for link in {row["link"] for row in rows if "link" in row}:
-        links[link] = {}
-        for kind in ("transfer", "all_reduce"):
-            own = [row for row in rows if row.get("link") == link and row["kind"] == kind]
-            links[link] |= _least_squares(
-                [
-                    {"transfer.call": 1.0, "transfer.byte": float(row["bytes"])}
-                    if kind == "transfer"
-                    else all_reduce_terms(row["bytes"], row["ranks"])
-                    for row in own
-                ],
-                [row["seconds"] for row in own],
-                power=0.5,
-            )
+        own = [row for row in rows if row.get("link") == link]
+        sums = [row for row in own if row["kind"] == "all_reduce"]
+        links[link] = _fit_messages([row for row in own if row["kind"] == "transfer"]) | _least_squares(
+            [all_reduce_terms(row["bytes"], row["ranks"]) for row in sums], [row["seconds"] for row in sums], power=0.5
+        )
     return links
+
+
+def _fit_messages(rows: Sequence[Row]) -> dict[str, float]:
+    seconds = np.array([row["seconds"] for row in rows])
+    best: tuple[float, dict[str, float]] = float("inf"), {}
+    for burst in (0.0, *(2.0**i for i in range(12, 18))):
+        terms = [{"transfer.call": 1.0, "transfer.byte": max(0.0, row["bytes"] - burst)} for row in rows]
+        rates = _least_squares(terms, seconds.tolist(), power=0.5)
+        predicted = np.array([dot(rates, values) for values in terms])
+        error = float((((predicted - seconds) ** 2) / np.maximum(seconds, 1e-12)).sum())
+        if error < best[0] * (1 - 1e-3):
+            best = error, rates | ({"transfer.burst": burst} if burst else {})
+    return best[1]
 
 
 def _row_kept(row: Row) -> Terms:

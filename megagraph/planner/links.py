@@ -26,10 +26,15 @@ class Wire(NamedTuple):
     Args:
         seconds: for which it has the link.
         latency: after which it is there.
+        burst: seconds of sending that a link which was idle for as long makes up for.
+        out, back: the links that it takes to the next stage and on the way back, of those that others take, too.
     """
 
     seconds: float = 0.0
     latency: float = 0.0
+    burst: float = 0.0
+    out: int | None = None
+    back: int | None = None
 
     @property
     def total(self) -> float:
@@ -50,13 +55,30 @@ class Links:
     per_node: int | None = None
 
     def boundaries(self, plan: Plan, size: float) -> list[Wire]:
-        """From each stage to the next, of all replicas at once; as long as the way back."""
-        wires = [self._wire(size, _to_next_stage(plan.pp, plan.cp * plan.dp, i, self.per_node)) for i in range(plan.pp)]
+        """From each stage to the next; as long as the way back.
+
+        Where replicas share the link of a node they send one after the other, in two groups.
+        """
+        replicas, groups = plan.cp * plan.dp, self.groups(plan)
+        wires = []
+        for i in range(plan.pp):
+            flows = _to_next_stage(plan.pp, replicas, i, self.per_node)
+            wire = self._wire(size, flows)
+            if flows:
+                assert self.per_node is not None
+                ends = (i * replicas // self.per_node, (i + 1) % plan.pp * replicas // self.per_node)
+                wire = wire._replace(seconds=wire.seconds / groups, out=ends[0], back=ends[1])
+            wires.append(wire)
         return [wires[stage % plan.pp] for stage in range(plan.num_stages - 1)]
 
-    def hop(self, plan: Plan, size: float) -> float:
+    def groups(self, plan: Plan) -> int:
+        """Of replicas that send over one link one after the other, see ``boundaries``."""
+        flows = (_to_next_stage(plan.pp, plan.cp * plan.dp, i, self.per_node) for i in range(plan.pp))
+        return 2 if plan.pp > 1 and max(flows) > 1 else 1
+
+    def hop(self, plan: Plan, size: float) -> Wire:
         """Every rank of every ring sends to the next one."""
-        return self._wire(size, _around(plan.cp, plan.world_size, self.per_node)).total
+        return self._wire(size, _around(plan.cp, plan.world_size, self.per_node))
 
     def to_all(self, plan: Plan, size: float) -> float:
         """Every rank sends as much to each other one of its ring: its own link has P - 1 messages, its node's all that
@@ -86,7 +108,9 @@ class Links:
     def _wire(self, size: float, flows: int) -> Wire:
         """Of a message of ``size`` bytes, where at most so many leave a node; 0: none does."""
         rates = self._rates(flows)
-        return Wire(rates.get("transfer.byte", 0.0) * size * max(flows, 1), rates.get("transfer.call", 0.0))
+        per_byte = rates.get("transfer.byte", 0.0)
+        burst = per_byte * rates.get("transfer.burst", 0.0)
+        return Wire(per_byte * size * max(flows, 1), rates.get("transfer.call", 0.0), burst)
 
     def _rates(self, flows: int) -> Rates:
         own, other = ("across", "node") if flows else ("node", "across")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
+from itertools import combinations, islice, pairwise
 from operator import add
 from typing import Any
 
@@ -22,6 +23,8 @@ from megagraph.planner.workload import RankWork, Workload
 KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
 HEADROOM = 0.08  # of the memory limit, left for what the model does not know
 MAX_MICROBATCHES = 64
+FEW_SPLITS = 64  # of the layers, of which all are run on paper
+MOST_MOVES, NEAR = 12, 1.1  # runs on paper to find a better split of a plan that is not slower than the best by more
 MAX_PROCESSES = 1 << 20
 
 
@@ -29,7 +32,8 @@ MAX_PROCESSES = 1 << 20
 class Candidate:
     """A plan with what it is predicted to cost, or why it was not looked at.
 
-    ``step_seconds`` is a lower bound unless ``exact``: it took no run on paper to see that another plan is better.
+    ``step_seconds`` is a lower bound, for all splits of the layers, unless ``exact``: another plan is better without a
+    run on paper. ``lightest``: the split is the one of least memory.
     ``pruned`` names the first constraint that fails: "batch", "layers", "tile", "memory" or "extrapolated".
     ``peak_bytes`` is that of the rank that needs most, ``tightest`` that rank of the pipeline.
     """
@@ -37,6 +41,7 @@ class Candidate:
     plan: Plan
     step_seconds: float = float("inf")
     exact: bool = False
+    lightest: bool = False
     peak_bytes: float = float("inf")
     tightest: int = 0
     pruned: str | None = None
@@ -85,9 +90,10 @@ def search(
 ) -> SearchResult:
     """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``.
 
-    Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, with the layer split of
-    least GPipe time and the one of least memory; halos, where pairs are listed. They run on paper in the order of a
-    closed form that no run is faster than, until that is above the best of them.
+    Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
+    split of least memory; halos, where pairs are listed. They run on paper in the order of a closed form that no split
+    of theirs is faster than, until that is above the best of them: with the split of least GPipe time, then with every
+    split where these are few (``FEW_SPLITS``), else with those that move a layer and make it faster.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -121,17 +127,12 @@ def search(
     possible = [candidate for candidate in candidates if candidate.pruned is None]
     if not possible:
         raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, memory_limit_bytes, given, model_config))
-    best = None
-    for candidate in sorted(possible, key=_rank):
-        if best is not None and candidate.step_seconds > best.step_seconds * (1 + 1e-9):
-            break
-        timed = found.exactly(candidate)
-        best = timed if best is None or _rank(timed) < _rank(best) else best
-    assert best is not None
+    best = found.best_of(sorted(possible, key=_rank))
     extrapolated = tuple(cost.extrapolated(model_config, best.plan, given))
-    known_times = found.timed | {best.plan: replace(best, extrapolated=extrapolated)}
-    candidates = sorted((known_times.get(candidate.plan, candidate) for candidate in candidates), key=_rank)
-    return SearchResult(known_times[best.plan], candidates, found.exactly)
+    chosen = replace(best, extrapolated=extrapolated)
+    timed = (found.timed.get(candidate.plan, candidate) for candidate in candidates)
+    candidates = sorted((chosen if candidate == best else candidate for candidate in timed), key=_rank)
+    return SearchResult(chosen, candidates, found.exactly)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, int]:
@@ -192,8 +193,26 @@ class _Search:
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self.timed: dict[Plan, Candidate] = {}
 
+    def best_of(self, candidates: list[Candidate]) -> Candidate:
+        """The best of candidates in the order of their bounds."""
+        best, possible = candidates[0], list[tuple[Candidate, Candidate]]()
+        for bounded in candidates:
+            if possible and bounded.step_seconds > best.step_seconds * (1 + 1e-9):
+                break
+            possible.append((bounded, self._timed(bounded)))
+            best = min(best if best.exact else possible[-1][1], possible[-1][1], key=_rank)
+        for bounded, timed in sorted(possible, key=lambda pair: _rank(pair[1])):
+            if bounded.step_seconds <= best.step_seconds and not bounded.lightest:
+                near = timed.step_seconds <= NEAR * best.step_seconds
+                self.timed[bounded.plan] = resplit = self._resplit(timed, near)
+                best = min(best, resplit, key=_rank)
+        return best
+
     def exactly(self, candidate: Candidate) -> Candidate:
-        """The same with the time of a run on paper, once."""
+        """The same with the time of a run on paper, with its split."""
+        return self.timed.get(candidate.plan) or self._timed(candidate)
+
+    def _timed(self, candidate: Candidate) -> Candidate:
         if candidate.exact:
             return candidate
         if candidate.plan not in self.timed:
@@ -201,31 +220,57 @@ class _Search:
             self.timed[candidate.plan] = replace(candidate, step_seconds=seconds, exact=True)
         return self.timed[candidate.plan]
 
+    def _resplit(self, timed: Candidate, near: bool) -> Candidate:
+        """With the best of all splits, or, if it is near enough to the best plan, of those that lead there."""
+        plan, num_layers = timed.plan, self.config.layers
+        work = RankWork.of(self.config, plan, self.given)
+        tables, memory = self._tables_of(work), self._memory(work)
+        if math.comb(num_layers - 1, plan.num_stages - 1) <= FEW_SPLITS:
+            cuts = combinations(range(1, num_layers), plan.num_stages - 1)
+            splits = [tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in cuts]
+            return min((timed, *self._runs(work, splits, tables, memory)), key=_rank)
+        while near:
+            nearest = list(islice(self._runs(work, _moves(plan.layers), tables, memory), MOST_MOVES))
+            better = min((timed, *nearest), key=_rank)
+            if better is timed or len(nearest) == 0:
+                break
+            timed, plan = better, better.plan
+        return timed
+
+    def _runs(
+        self, work: RankWork, splits: Iterable[tuple[int, ...]], tables: StageTables, memory: Floats
+    ) -> Iterator[Candidate]:
+        """On paper, with those splits that fit."""
+        for split in splits:
+            candidate = self._candidate(work, split, tables, memory, bound=0.0)
+            if candidate.pruned is None:
+                seconds = sum(self.cost.step_terms(work, split, tables).values())
+                yield replace(candidate, step_seconds=seconds, exact=True)
+
     def candidates(self, plan: Plan) -> list[Candidate]:
         """The plan with its fastest split, and where that is another one with its lightest."""
         reason = self._prune(plan)
         if reason is not None:
             return [Candidate(plan=plan, pruned=reason)]
-        key = (
-            plan.cp,
-            plan.dp * plan.num_microbatches,
-            plan.checkpoint,
-            plan.comm,
-            plan.pp == 1,
-            plan.schedule == "zero_bubble",
-        )
         work = RankWork.of(self.config, plan, self.given)
-        if key not in self._tables:
-            self._tables[key] = self.cost.stage_tables(work)
-        tables = self._tables[key]
-        memory = self._memory(work)
-        lightest = self._split(plan, key, None, memory)
-        assert lightest is not None
-        fastest = self._split(plan, key, tables, memory)
+        tables, memory = self._tables_of(work), self._memory(work)
+        lightest = lightest_split(memory)
+        fastest = self._fastest(work, tables, memory)
         if fastest is None:
             return [self._candidate(work, lightest, tables, memory)]
-        splits = [fastest] if fastest == lightest else [fastest, lightest]
-        return [self._candidate(work, split, tables, memory) for split in splits]
+        bound = self.cost.step_bound(work, self._fastest(work, tables, None) or fastest, tables)
+        found = [self._candidate(work, fastest, tables, memory, bound)]
+        if lightest != fastest:
+            found.append(replace(self._candidate(work, lightest, tables, memory, bound), lightest=True))
+        return found
+
+    def _tables_of(self, work: RankWork) -> StageTables:
+        plan = work.plan
+        parts = plan.dp * plan.num_microbatches
+        key = (plan.cp, parts, plan.checkpoint, plan.comm, plan.pp == 1, plan.schedule == "zero_bubble")
+        if key not in self._tables:
+            self._tables[key] = self.cost.stage_tables(work)
+        return self._tables[key]
 
     def _prune(self, plan: Plan) -> str | None:
         if self.given.batch_sequences % (plan.dp * plan.num_microbatches):
@@ -242,34 +287,47 @@ class _Search:
         stages = reduce(add, stage_bytes(rates, work, counts).values())
         return stages + shared_bytes(rates, work) / work.plan.stages_per_rank
 
-    def _split(
-        self, plan: Plan, key: tuple[Any, ...], tables: StageTables | None, memory: Floats
-    ) -> tuple[int, ...] | None:
-        """The split of least time, or without ``tables`` of least memory."""
-        if tables is None:
-            return lightest_split(memory)
-        limit = self.limit / plan.stages_per_rank
+    def _fastest(self, work: RankWork, tables: StageTables, memory: Floats | None) -> tuple[int, ...] | None:
+        """The split of least GPipe time of those that fit, or of all."""
+        plan, limit = work.plan, self.limit / work.plan.stages_per_rank
+        if memory is None:
+            memory, limit = np.zeros((plan.num_stages, self.config.layers + 1)), 0.0
         caps = tuple((memory[:, 1:] <= limit).sum(axis=1).tolist())
-        key = (key, plan.num_stages, plan.num_microbatches, caps)
+        key = (id(tables), plan.num_stages, plan.num_microbatches, caps)
         if key not in self._splits:
             found = balance(tables, memory, limit, plan.num_microbatches)
             self._splits[key] = None if found is None else found[0]
         return self._splits[key]
 
-    def _candidate(self, work: RankWork, split: tuple[int, ...], tables: StageTables, memory: Floats) -> Candidate:
+    def _candidate(
+        self, work: RankWork, split: tuple[int, ...], tables: StageTables, memory: Floats, bound: float | None = None
+    ) -> Candidate:
         stages = memory[np.arange(len(split)), split]
         ranks = stages.reshape(-1, work.plan.pp).sum(axis=0)
         tightest = int(ranks.argmax())
         peak = float(ranks[tightest])
-        terms = self.cost.step_terms(work, split, *tables.stages(split), bound=True)
         return Candidate(
             plan=replace(work.plan, layers=split),
-            step_seconds=sum(terms.values()),
+            step_seconds=self.cost.step_bound(work, split, tables) if bound is None else bound,
             exact=work.plan.pp == 1,
             peak_bytes=peak,
             tightest=tightest,
             pruned="memory" if peak > self.limit else None,
         )
+
+
+def _moves(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One layer from a stage to the next one or the one before, or between an end and the fullest."""
+    num = len(split)
+    fullest = max(range(num), key=split.__getitem__)
+    pairs = {(i, i + step) for i in range(num) for step in (-1, 1) if 0 <= i + step < num}
+    pairs |= {(fullest, end) for end in (0, num - 1)} | {(end, fullest) for end in (0, num - 1)}
+    for source, target in sorted(pairs):
+        if split[source] > 1 and source != target:
+            moved = list(split)
+            moved[source] -= 1
+            moved[target] += 1
+            yield tuple(moved)
 
 
 def lightest_split(memory: Floats) -> tuple[int, ...]:

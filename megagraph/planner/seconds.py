@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,11 +74,16 @@ def _attention_seconds(rates: Rates, links: Links, work: RankWork, way: str, que
         dot(rates, attention_terms(m, queries, keys, config, ring=True)) for keys in (work.rows, work.block)
     )
     if way == "forward":
-        return local + (plan.cp - 1) * max(visit, hop)
-    return local + (plan.cp - 1) * max(visit, hop + hop_of_gradients) + hop_of_gradients
+        return local + (plan.cp - 1) * _behind(visit, hop)
+    return local + (plan.cp - 1) * _behind(visit, hop, hop_of_gradients) + hop_of_gradients.total
 
 
-def _hops(links: Links, work: RankWork) -> tuple[float, float]:
+def _behind(work: float, *wires: Wire) -> float:
+    """Messages travel behind work; ranks that wait for each other lose their latency."""
+    return max(work, sum(wire.seconds for wire in wires)) + max(wire.latency for wire in wires)
+
+
+def _hops(links: Links, work: RankWork) -> tuple[Wire, Wire]:
     """Of a block, and of its gradients, which travel in what they are summed up in."""
     return (
         links.hop(work.plan, work.block_bytes),
@@ -95,45 +101,66 @@ def _with_messages(seconds: float, links: Links, work: RankWork, way: str) -> fl
         return max(seconds, links.shared(plan, more * work.halo_bytes))
     hop, hop_of_gradients = _hops(links, work)
     if plan.comm == "allgather":  # gradients of a block go straight to its rank
-        return seconds + ((plan.cp - 1) * hop if way == "forward" else links.to_all(plan, more * work.block_bytes))
+        if way == "forward":
+            return seconds + (plan.cp - 1) * hop.total
+        return seconds + links.to_all(plan, more * work.block_bytes)
     if way == "forward":
-        return max(seconds, (plan.cp - 1) * hop)
-    return max(seconds, (plan.cp - 1) * (hop + hop_of_gradients)) + hop_of_gradients
+        return max(seconds, (plan.cp - 1) * hop.total)
+    return max(seconds, (plan.cp - 1) * (hop.total + hop_of_gradients.total)) + hop_of_gradients.total
 
 
 def pipeline_seconds(
-    plan: Plan, forward: Floats, backward: Floats, wires: Sequence[Wire], *, behind_data: bool = False
+    plan: Plan, forward: Floats, backward: Floats, wires: Sequence[Wire], **options: Any
 ) -> tuple[float, Floats]:
     """All passes of a step, and the end of every rank [pp], by running the schedule on paper.
 
     Args:
         forward, backward: seconds of one micro-batch on every stage.
-        wires, behind_data: as of :func:`simulate`.
+        wires, options: as of :func:`simulate`.
     """
     if plan.pp == 1:
         whole = plan.num_microbatches * float(forward[0] + backward[0])
         return whole, np.array([whole])
-    timeline = simulate(plan, forward.tolist(), backward.tolist(), wires, behind_data=behind_data)
+    timeline = simulate(plan, forward.tolist(), backward.tolist(), wires, **options)
     return timeline.seconds, np.asarray(timeline.rank_ends)
 
 
-def pipeline_bound(plan: Plan, forward: Floats, backward: Floats, wires: Sequence[Wire]) -> tuple[float, Floats]:
-    """What ``pipeline_seconds`` gives at least, in closed form.
+def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires: Sequence[Wire]) -> float:
+    """What ``pipeline_seconds`` gives at least, however the layers are split, in closed form.
 
+    A stage's seconds grow with its layers by the same for each, so that all stages together take as long in any split.
     A rank works on all micro-batches after the first one has come through the stages before it, and the last one goes
-    back through them. GPipe's ranks all go forward first: the first micro-batch passes every stage, the others follow
-    in the time of the slowest one, or of the slowest link.
+    back through them: most evenly spread, the work of the ranks falls by 1 - 1 / K from one to the next. A layer is on
+    one rank; and a micro-batch passes all stages and wires, of which the slowest has the others to send before it.
+    GPipe's ranks all go forward first, so that the others follow the first micro-batch in the time of the slowest stage
+    each way, of which ``layers`` make the least.
+
+    Args:
+        layers: the split of least time under GPipe, whatever the schedule.
     """
-    num = plan.num_microbatches
-    latest = np.array([wire.total for wire in wires])
-    before_f, before_b = (np.concatenate([[0.0], np.cumsum(x[:-1] + latest)])[: plan.pp] for x in (forward, backward))
-    work = num * (forward + backward).reshape(-1, plan.pp).sum(axis=0)
-    ends = before_f + work
-    whole = float((ends + before_b).max())
-    if plan.schedule == "gpipe" and plan.pp > 1:
-        slowest = num * max(wire.seconds for wire in wires)
-        passes = float(forward.sum() + backward.sum())
-        by_work = passes + (num - 1) * float(forward.max() + backward.max()) + 2 * float(latest.sum())
-        whole = max(whole, by_work, passes + 2 * slowest)
-    ends[0] = max(ends[0], whole)  # the last micro-batch comes back to the first stage
-    return whole, ends
+    num, (forward, backward) = plan.num_microbatches, tables.stages(layers)
+    passes = float(forward.sum() + backward.sum())
+    if plan.pp == 1:
+        return num * passes
+    # a link that was idle makes up for a burst, once
+    latest = 2 * sum(max(0.0, wire.seconds - wire.burst) + wire.latency for wire in wires)
+    slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in wires)
+    if plan.schedule == "gpipe":
+        follow = (num - 1) * float(forward.max() + backward.max())
+        return passes + latest + max(follow, 2 * slowest)
+    most = num * _most_even(tables, sum(layers), plan)
+    if plan.stages_per_rank == 1:
+        most = max(most, passes / (1 - (1 - 1 / num) ** plan.pp))
+    return max(most, passes + latest + slowest)
+
+
+def _most_even(tables: StageTables, num_layers: int, plan: Plan) -> float:
+    """Seconds of a micro-batch on the busiest rank, where it is least busy."""
+    ends = (tables.forward + tables.backward)[:, 1 : num_layers + 1]
+    if plan.stages_per_rank > 1:
+        return float(ends[0, 0] + ends[2, 0] + ends[1, 0] * (num_layers - 2)) / plan.pp
+    levels = np.sort(ends, axis=None)
+    first, middle, last = (np.searchsorted(row, levels * (1 + 1e-12), side="right") for row in ends)
+    room = first + last + (plan.pp - 2) * middle
+    enough = (np.minimum(np.minimum(first, last), middle if plan.pp > 2 else first) > 0) & (room >= num_layers)
+    return float(levels[enough.argmax()])

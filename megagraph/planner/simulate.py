@@ -1,20 +1,21 @@
 """A step of a pipeline on paper: who computes, sends and waits when, as torch's schedules do it.
 
 A message starts when both ends have asked for it and its link is free, and has the link for itself for as long as its
-bytes take. A rank asks for what it receives when its schedule does: GPipe just before the work that needs it, 1F1B
-together with what it sends, schedules of several stages a rank in time slots, at whose ends all ranks that trade wait
-for each other. Over gloo the receiver says so on the way of its own data, and behind what it sends at the time.
+bytes take, less what the link makes up for after it was idle. Several pipelines may share links. A rank asks for what
+it receives when its schedule does: GPipe just before the work that needs it, 1F1B together with what it sends,
+schedules of several stages a rank in time slots, at whose ends all ranks that trade wait for each other. Over gloo the
+receiver says so on the way of its own data, and behind what it sends at the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
 from heapq import heappop, heappush
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megagraph.planner.links import Wire
 from megagraph.planner.plan import Plan
@@ -145,6 +146,7 @@ def simulate(
     wires: Sequence[Wire],
     *,
     behind_data: bool = False,
+    pipelines: int = 1,
 ) -> Timeline:
     """Run the schedule of a plan.
 
@@ -152,8 +154,9 @@ def simulate(
         forward, backward: seconds of one micro-batch on every stage of the model.
         wires: from every stage to the next, and back; one less than stages.
         behind_data: a rank says that it is ready to receive behind what it sends (gloo).
+        pipelines: that do the same at once and share the links that wires name; the first one's works are returned.
     """
-    return _Simulation(plan, forward, backward, wires, behind_data).run()
+    return _Simulation(plan, forward, backward, wires, behind_data, pipelines).run()
 
 
 class _Simulation:
@@ -166,16 +169,19 @@ class _Simulation:
         backward: Sequence[float],
         wires: Sequence[Wire],
         behind_data: bool,
+        pipelines: int,
     ) -> None:
-        self.seconds, self.wires, self.behind_data = (forward, backward), wires, behind_data
-        self.todo = programs(plan)
-        self.at = [0] * plan.pp  # next instruction of every rank
-        self.missing = [0] * plan.pp  # messages that it waits for
-        self.done = Timeline({}, {}, [0.0] * plan.pp, 0.0)
+        self.pp, self.seconds, self.wires, self.behind_data = plan.pp, (forward, backward), wires, behind_data
+        self.todo = programs(plan) * pipelines  # of every rank, one pipeline after the other
+        self.at = [0] * len(self.todo)  # next instruction
+        self.missing = [0] * len(self.todo)  # messages that it waits for
+        self.ends: dict[tuple[int, Work], float] = {}  # by pipeline
+        self.arrivals: dict[tuple[int, Work], float] = {}
+        self.rank_ends = [0.0] * len(self.todo)
         self.last_wait = 0.0
-        self.asked: set[Work] = set()  # messages of which one end is ready
-        self.waiting: dict[Work, list[int]] = {}
-        self.drained: dict[tuple[int, int], float] = {}  # links: when they have sent all that they have to
+        self.asked: set[tuple[int, Work]] = set()  # messages of which one end is ready
+        self.waiting: dict[tuple[int, Work], list[int]] = {}
+        self.drained: dict[Any, float] = {}  # links: when they have sent all that they have to
         self.events: list[tuple[float, int, Event, int, Work | None]] = []
         self.count = 0
 
@@ -187,11 +193,16 @@ class _Simulation:
             if message is None:
                 self.go_on(rank, time)
             elif event is Event.READY:
-                self.ready(message, time)
+                self.ready(rank // self.pp, message, time)
             else:
-                self.arrive(message, time)
+                self.arrive(rank // self.pp, message, time)
         assert self.at == [len(program) for program in self.todo], "the schedule waits for itself"
-        return replace(self.done, seconds=self.last_wait)
+        ends, arrivals = (
+            {work: time for (pipeline, work), time in times.items() if not pipeline}
+            for times in (self.ends, self.arrivals)
+        )
+        latest = [max(self.rank_ends[rank :: self.pp]) for rank in range(self.pp)]
+        return Timeline(ends, arrivals, latest, self.last_wait)
 
     def later(self, time: float, event: Event, rank: int, message: Work | None = None) -> None:
         heappush(self.events, (time, self.count, event, rank, message))
@@ -204,52 +215,59 @@ class _Simulation:
             self.at[rank] += 1
             if isinstance(step, Work):
                 end = time + self.seconds[step.backward][step.stage]
-                self.done.ends[step] = self.done.rank_ends[rank] = end
+                self.ends[rank // self.pp, step] = self.rank_ends[rank] = end
                 self.later(end, Event.DONE, rank)
                 return
             if isinstance(step, Ask):
-                self.ask(step, time)
+                self.ask(rank, step, time)
             elif self.wait(rank, step.messages):
                 return
         self.last_wait = max(self.last_wait, time)
 
-    def ask(self, step: Ask, time: float) -> None:
+    def ask(self, rank: int, step: Ask, time: float) -> None:
+        pipeline = rank // self.pp
         for message in step.send:
-            self.ready(message, time)
+            self.ready(pipeline, message, time)
         for message in step.receive:
-            source, target, _ = self.way_of(message)
-            free = self.drained.get((target, source), 0.0) if self.behind_data else 0.0
+            _, way_back, _ = self.way_of(pipeline, message)
+            free = self.drained.get(way_back, 0.0) if self.behind_data else 0.0
             if free > time:
-                self.later(free, Event.READY, target, message)
+                self.later(free, Event.READY, rank, message)
             else:
-                self.ready(message, time)
+                self.ready(pipeline, message, time)
 
     def wait(self, rank: int, messages: Messages) -> bool:
         """Whether any of them is still on its way."""
         for message in messages:
-            if message not in self.done.arrivals:
-                self.waiting.setdefault(message, []).append(rank)
+            name = rank // self.pp, message
+            if name not in self.arrivals:
+                self.waiting.setdefault(name, []).append(rank)
                 self.missing[rank] += 1
         return self.missing[rank] > 0
 
-    def ready(self, message: Work, time: float) -> None:
+    def ready(self, pipeline: int, message: Work, time: float) -> None:
         """One end of a message is; it goes when both are."""
-        if message not in self.asked:
-            self.asked.add(message)
+        if (pipeline, message) not in self.asked:
+            self.asked.add((pipeline, message))
             return
-        source, target, wire = self.way_of(message)
-        sent = max(time, self.drained.get((source, target), 0.0)) + wire.seconds
-        self.drained[source, target] = sent
-        self.later(sent + wire.latency, Event.ARRIVED, target, message)
+        link, _, wire = self.way_of(pipeline, message)
+        drained = max(time - wire.burst, self.drained.get(link, 0.0)) + wire.seconds
+        self.drained[link] = drained
+        self.later(max(time, drained) + wire.latency, Event.ARRIVED, pipeline * self.pp, message)
 
-    def arrive(self, message: Work, time: float) -> None:
-        self.done.arrivals[message] = time
-        for rank in self.waiting.pop(message, ()):
+    def arrive(self, pipeline: int, message: Work, time: float) -> None:
+        self.arrivals[pipeline, message] = time
+        for rank in self.waiting.pop((pipeline, message), ()):
             self.missing[rank] -= 1
             if not self.missing[rank]:
                 self.go_on(rank, time)
 
-    def way_of(self, message: Work) -> tuple[int, int, Wire]:
-        """The rank that a message leaves, the one that it goes to, and its wire."""
-        pp, to = len(self.todo), message.stage + (-1 if message.backward else 1)
-        return message.stage % pp, to % pp, self.wires[min(message.stage, to)]
+    def way_of(self, pipeline: int, message: Work) -> tuple[Any, Any, Wire]:
+        """The link that a message takes, the one back, and its wire."""
+        to = message.stage + (-1 if message.backward else 1)
+        wire = self.wires[min(message.stage, to)]
+        source, target = message.stage % self.pp, to % self.pp
+        ways = (wire.back, wire.out) if message.backward else (wire.out, wire.back)
+        own = (pipeline, source, target), (pipeline, target, source)
+        there, back = (own if shared is None else shared for own, shared in zip(own, ways, strict=True))
+        return there, back, wire

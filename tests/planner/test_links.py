@@ -54,9 +54,13 @@ def test_every_message_of_a_plan(sizes, per_node):
             for replica in range(plan.dp)
             for place in range(plan.cp)
         ]
-        assert (wire.seconds, wire.latency) == seconds(pairs, per_node, 8.0)
+        want, latency = seconds(pairs, per_node, 8.0)
+        if busiest(pairs, per_node):  # those that share a link are simulated in groups, one after the other
+            want /= links.groups(plan)
+        assert (wire.seconds, wire.latency) == (want, latency)
     around = [(ring[i - 1], ring[i]) for ring in rings(plan) for i in range(plan.cp) if plan.cp > 1]
-    assert links.hop(plan, 8.0) == sum(seconds(around, per_node, 8.0))
+    hop = links.hop(plan, 8.0)
+    assert (hop.seconds, hop.latency) == seconds(around, per_node, 8.0)
 
 
 def test_all_to_all_has_every_message_that_leaves():
@@ -84,4 +88,4 @@ def test_what_was_not_measured_is_taken_from_what_was():
     sends = {"transfer.call": 0.5, "transfer.byte": 2.0}
     # a sum is two exchanges of half of the bytes
     assert Links({"across": sends}, 1).all_reduce(plan) == (2 * 0.5, 2.0)
-    assert Links({}, 1).boundaries(mg.Plan(pp=2, num_microbatches=2), 8.0) == [Wire(0.0, 0.0)]
+    assert Links({}, 1).boundaries(mg.Plan(pp=2, num_microbatches=2), 8.0) == [Wire(out=0, back=1)]

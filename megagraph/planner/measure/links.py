@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megagraph.planner.measure.clock import median
 
+WORK = 512  # rows and columns of the matrices that ranks multiply before a message: some ms of a core
+
 
 def stall_rows(batches: Iterable[Any]) -> list[dict[str, Any]]:
     """The wait for a batch; the first one starts the loader and does not count."""
@@ -27,6 +29,8 @@ def stall_rows(batches: Iterable[Any]) -> list[dict[str, Any]]:
 
 def communication_rows(device: torch.device, largest: float, budget_seconds: float) -> list[dict[str, Any]]:
     """Messages between neighbours, and all-reduces of all ranks and of those of a node; nothing for one process.
+
+    All follow on work, as in training: its end is not the same on all ranks, and they wait for each other.
 
     Args:
         largest: bytes of the largest message that a plan may send; of 1 KiB to 4 MiB no size above twice that.
@@ -46,12 +50,18 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
     left = len(sizes) * (len(peers) + len(groups))
     until = time.perf_counter() + budget_seconds
     rows = []
+    left_factor, right_factor = (torch.rand(WORK, WORK, device=device) for _ in range(2))
+
+    def work() -> None:
+        for _ in range(2):
+            torch.mm(left_factor, right_factor)
+
     for size in sizes:
         message = torch.zeros(size // 4, device=device)
 
         def measure(fields: dict[str, Any], function: Callable[[], Any], share: float) -> None:
             nonlocal left
-            seconds = _timed(function, device, share, (until - time.perf_counter()) / left)
+            seconds = _timed(work, function, device, share, (until - time.perf_counter()) / left)
             rows.append({"bytes": size, **fields, **seconds})  # noqa: B023  (called at once)
             left -= 1
 
@@ -76,13 +86,18 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
     return rows
 
 
-def _timed(function: Callable[[], Any], device: torch.device, share: float, budget_seconds: float) -> dict[str, Any]:
+def _timed(
+    work: Callable[[], None], function: Callable[[], Any], device: torch.device, share: float, budget_seconds: float
+) -> dict[str, Any]:
     """Median of the slowest rank's time over ten calls, over fewer where the time is up: at least two."""
     samples: list[float] = []
     agreed = [budget_seconds]
     dist.broadcast_object_list(agreed)  # clocks differ a little, and all must stop at the same call
     for call in range(12):
         dist.barrier()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         began = time.perf_counter()
         function()
         if device.type == "cuda":
