@@ -140,8 +140,8 @@ AUDITED = (
     Mutant(
         "the backward pass of a ring costs one hop",
         "megagraph/planner/seconds.py",
-        "max(visit, 2 * hop) + hop",
-        "max(visit, hop)",
+        "_behind(visit, hop, hop_of_gradients) + hop_of_gradients.total",
+        "_behind(visit, hop)",
     ),
     Mutant("no headroom", "megagraph/planner/search.py", "self.limit = limit * (1 - HEADROOM)", "self.limit = limit"),
     Mutant(
@@ -153,14 +153,14 @@ AUDITED = (
     Mutant(
         "features of the first stage are free",
         "megagraph/planner/memory.py",
-        "    boundary[0] += work.batch_sequences * work.feature_rows * config.in_features * 4\n",
+        "    boundary[0] += work.batch_sequences * feature_bytes(work.feature_rows, config.in_features, work.codes)\n",
         "",
     ),
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = work.rows * work.columns * pair_bytes",
-        "data = work.columns * work.columns * pair_bytes",
+        "data = work.rows * work.columns * pair_bytes(",
+        "data = work.columns * work.columns * pair_bytes(",
     ),
     Mutant(
         "bytes of an all-reduce",
@@ -297,8 +297,8 @@ DRAWN = (
     Mutant(
         "transfer_seconds",
         "megagraph/planner/links.py",
-        'return Wire(rates.get("transfer.byte", 0.0) * size * max(flows, 1)',
-        'return Wire(-rates.get("transfer.byte", 0.0) * size * max(flows, 1)',
+        "return Wire(per_byte * size * max(flows, 1)",
+        "return Wire(-per_byte * size * max(flows, 1)",
     ),
     Mutant(
         "read",

@@ -138,7 +138,7 @@ def gaps() -> list[dict[str, Any]]:
             missed += bool(fits)
             continue
         broken += found.best.peak_bytes > limit
-        found_gaps.append(found.best.step_seconds / min(fits)[0] - 1)
+        found_gaps.append(found.best.step_seconds / min(seconds for seconds, *_ in fits) - 1)
         for seconds, _, plan in rng.sample(plans, min(40, len(plans))):
             bounds += seconds < bound_of(cost, config, workload, plan) * (1 - 1e-9)
     row = {"kind": "gap", "problems": PROBLEMS, "plans": plans_seen, "gaps": found_gaps, "unit": "1"}

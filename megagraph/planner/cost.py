@@ -20,7 +20,7 @@ from megagraph.planner.links import Links
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.seconds import pipeline_bound, pipeline_seconds, stage_tables
-from megagraph.planner.split import StageTables
+from megagraph.planner.split import Floats, StageTables
 from megagraph.planner.terms import dot, optimizer_terms, stage_parameters
 from megagraph.planner.workload import RankWork, Workload, check_number
 
@@ -36,6 +36,7 @@ class CostModel:
         links: per link class ("node", "across"), seconds per transfer and per byte, and the same of an all-reduce.
         memory: bytes per unit of every term of memory.
         stall_seconds: wait for the loader in every step.
+        slowness: of every rank that was measured, how much longer than ``seconds`` it takes; none: all are alike.
         ranges: least and largest measured value of the sizes that the terms are made of.
         held_out: errors on a random third (seed 0) of the rows, fitted to the rest.
         workload, model: of the profile; what is searched for unless another one is given.
@@ -50,6 +51,7 @@ class CostModel:
     held_out: dict[str, float]
     workload: Workload | None = None
     model: ModelConfig | None = None
+    slowness: tuple[float, ...] = ()
     schema: int = SCHEMA
 
     def profiled(self) -> tuple[ModelConfig, Workload]:
@@ -87,6 +89,7 @@ class CostModel:
         if values.pop("broken", None):
             raise ValueError(f"{path} has a break in layers, which cost models do without now; run megagraph fit again")
         names = {f.name for f in fields(cls)}
+        values.setdefault("slowness", [])  # of files written before
         if values.keys() - {"checksum"} != names:
             raise ValueError(
                 f"{path} must hold the fields {sorted(names)}, lacks {sorted(names - set(values))} "
@@ -96,6 +99,7 @@ class CostModel:
         try:
             tables = {**values["seconds"], **{f"links.{k}": v for k, v in values["links"].items()}}
             tables |= {"memory": values["memory"], "stall": {"seconds": values["stall_seconds"]}}
+            tables["slowness"] = {str(rank): value for rank, value in enumerate(values["slowness"])}
             for table, coefficients in tables.items():
                 for name, value in coefficients.items():
                     check_number(f"{path}: {table}.{name}", value)
@@ -156,6 +160,8 @@ class CostModel:
         if plan.cp * plan.dp > 1:
             sizes["all-reduce ranks"] = plan.cp * plan.dp
         found = []
+        if self.slowness and len(self.slowness) != plan.world_size:
+            found.append("ranks of unequal speed were measured, and not these")
         if self._links.spans_nodes(plan) and not self.links.get("across"):
             found.append("links between nodes were not measured")
         for name, value in sizes.items():
@@ -180,13 +186,22 @@ class CostModel:
         """What a rank holds."""
         return RankWork.of(config, plan, self.workload_of(workload))
 
-    def stage_tables(self, work: RankWork) -> StageTables:
+    def stage_tables(self, work: RankWork, slowness: float = 1.0) -> StageTables:
         """Seconds of one micro-batch on a first, middle and last stage of 0..L layers."""
-        return stage_tables(self.seconds, self._links, work)
+        seconds = self.seconds
+        if slowness != 1.0:
+            seconds = {way: {name: slowness * x for name, x in rates.items()} for way, rates in seconds.items()}
+        return stage_tables(seconds, self._links, work)
 
     def step_terms(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> dict[str, float]:
         """``explain`` from the seconds of stages."""
         plan, (forward, backward) = work.plan, tables.stages(layers)
+        slowness = np.tile(self._slowness(plan), plan.stages_per_rank)
+        for factor in set(slowness.tolist()) - {1.0}:
+            slower = self.stage_tables(work, factor).stages(layers)
+            forward, backward = (
+                np.where(slowness == factor, own, usual) for own, usual in zip(slower, (forward, backward), strict=True)
+            )
         wires = self._links.boundaries(plan, work.hidden_bytes)
         shared = self._links.groups(plan)
         pipeline, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
@@ -208,6 +223,8 @@ class CostModel:
     def step_bound(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> float:
         """Seconds of a step at least, however the layers are split; ``layers``: the split of least GPipe time."""
         plan = work.plan
+        fastest = float(self._slowness(plan).min())
+        tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
         pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
         counts = np.array([[1.0 if plan.pp > 1 else count, count] for count in layers])
         parameters = stage_parameters(work.config, counts, work.codes)
@@ -217,6 +234,12 @@ class CostModel:
         most = float(parameters[:, 1].sum()) / plan.pp
         others = self._sharding(work, math.ceil(sum(layers) / len(layers)), most) + self._optimizer(work, most)
         return pipeline + reduced + others + self.stall_seconds
+
+    def _slowness(self, plan: Plan) -> Floats:
+        """Of every rank of a pipeline [pp]: that of the slowest of its replicas."""
+        if len(self.slowness) != plan.world_size:
+            return np.ones(plan.pp)
+        return np.reshape(self.slowness, (plan.pp, -1)).max(axis=1)
 
     @property
     def _gloo(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.memory import feature_bytes, listed_bytes, pair_bytes
-from megagraph.planner.rows import Row, check_rows
+from megagraph.planner.rows import FIELDS, Row, check_rows
 from megagraph.planner.terms import (
     Terms,
     all_reduce_terms,
@@ -30,6 +31,7 @@ from megagraph.planner.terms import (
 )
 from megagraph.planner.workload import SUM_BYTES, Workload
 
+ALIKE = 1.2  # ranks whose speeds differ by less are one kind of device
 COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
 
 
@@ -93,6 +95,9 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     checked = check_rows(rows)
     given = next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None)
     computed = [row for row in checked if row["kind"] in COMPUTED]
+    slowness = _slowness(computed)
+    if slowness:
+        computed = [row | {"seconds": row["seconds"] / slowness[row["rank"]]} for row in computed]
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
     held_out: dict[str, float] = {}
@@ -118,11 +123,29 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         links=_fit_links(checked),
         memory=memory,
         stall_seconds=float(np.median(stalls)) if stalls else 0.0,
+        slowness=slowness,
         ranges=_ranges(checked),
         held_out=held_out,
         workload=workload or given,
         model=next((ModelConfig.from_json(row["model"]) for row in checked if "model" in row), None),
     )
+
+
+def _slowness(rows: Sequence[Row]) -> tuple[float, ...]:
+    """How much longer than all on average every rank takes for the same; none where they differ by less than ALIKE."""
+    ranks = 1 + max((row.get("rank", -1) for row in rows), default=-1)
+    same: dict[str, dict[int, float]] = {}
+    for row in rows:
+        what = {name: row.get(name) for name in (*FIELDS[row["kind"]], "kind", "pairs") if name != "seconds"}
+        same.setdefault(json.dumps(what, sort_keys=True), {})[row.get("rank", -1)] = row["seconds"]
+    logs = [
+        [math.log(seconds[rank]) for rank in range(ranks)] for seconds in same.values() if len(seconds) == ranks > 1
+    ]
+    if not logs:
+        return ()
+    table = np.array(logs)
+    factors = np.exp(np.median(table - table.mean(axis=1, keepdims=True), axis=0))
+    return tuple(factors.tolist()) if factors.max() > ALIKE * factors.min() else ()
 
 
 def held_out_third(rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:

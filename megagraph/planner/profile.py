@@ -74,6 +74,7 @@ def profile(
         return found[0]
     rows = [row | origin for row in _measure(config, workload, device, batches, budget_seconds)]
     if dist.is_initialized():
+        rows = [row | {"rank": dist.get_rank()} for row in rows]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, rows)
         rows = everyone[0] + [row for part in everyone[1:] for row in part if row["kind"] not in _ONCE]

@@ -251,7 +251,7 @@ class _Simulation:
             self.asked.add((pipeline, message))
             return
         link, _, wire = self.way_of(pipeline, message)
-        drained = max(time - wire.burst, self.drained.get(link, 0.0)) + wire.seconds
+        drained = max(time - wire.burst, self.drained.get(link, -wire.burst)) + wire.seconds
         self.drained[link] = drained
         self.later(max(time, drained) + wire.latency, Event.ARRIVED, pipeline * self.pp, message)
 

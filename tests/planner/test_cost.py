@@ -99,6 +99,32 @@ def test_pipeline_terms(cost):
     assert replicated["all-reduce"] >= 2 * 5e-5 + 1e-9 * first
 
 
+def test_ranks_of_unequal_speed(cost):
+    """One rank of two takes twice as long: a step is that of the slower one, which a pipeline gives fewer layers."""
+    free = {"node": dict.fromkeys(cost.links["node"], 0.0)}
+    rows = [
+        row | dict(rank=rank, seconds=row["seconds"] * (1 + rank))
+        for row in synthetic.rows()
+        for rank in (0, 1)
+        if row["kind"] in COMPUTED
+    ]
+    rows += [row for row in synthetic.rows() if row["kind"] not in COMPUTED]
+    found = mg.planner.fit(rows)
+    assert found.slowness == pytest.approx((0.5**0.5, 2**0.5))
+    assert found.held_out["time_mape"] < 1e-6
+    found, alike = replace(found, links=free, stall_seconds=0.0), replace(cost, links=free, stall_seconds=0.0)
+    workload = mg.planner.Workload(**synthetic.WORKLOAD)
+    for plan in (mg.Plan(dp=2), mg.Plan(cp=2)):
+        got, fast = found.explain(CONFIG, plan, workload), alike.explain(CONFIG, plan)
+        assert got["slowest rank computes"] == pytest.approx(2 * fast["slowest rank computes"])
+    best = mg.planner.search(found, CONFIG, 2, 1e15, workload=workload, fixed={"pp": 2, "schedule": "gpipe"}).best.plan
+    every = [replace(best, layers=(first, 8 - first)) for first in range(1, 8)]
+    assert found.step_seconds(CONFIG, best, workload) == min(found.step_seconds(CONFIG, p, workload) for p in every)
+    assert best.layers[0] > best.layers[1]
+    said = found.extrapolated(CONFIG, mg.Plan(dp=4), workload)
+    assert "ranks of unequal speed were measured, and not these" in said
+
+
 def test_memory_by_schedule(cost):
     gpipe = mg.Plan(pp=4, num_microbatches=8)
     ofob = replace(gpipe, schedule="1f1b")

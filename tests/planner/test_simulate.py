@@ -61,6 +61,29 @@ def test_a_link_is_busy_while_it_sends():
         assert long >= 1.0 * (stages - 1) / per_rank + 0.02
 
 
+def test_a_link_that_was_idle_makes_up_for_it():
+    """Messages of 10 s, of which 4 s go at once where the link has idled for as long."""
+    plan = mg.Plan(pp=2, num_microbatches=3)
+    timeline = simulate(plan, [13.0, 1.0], [1.0, 1.0], [Wire(10.0, 0.0, 4.0)])
+    got = [timeline.arrivals[Work(False, 0, k)] for k in range(3)]
+    assert got == [13 + 10 - 4, 26 + 10 - 4, 39 + 10 - 4]
+    timeline = simulate(plan, [11.0, 0.0], [1.0, 1.0], [Wire(10.0, 0.0, 4.0)])
+    got = [timeline.arrivals[Work(False, 0, k)] for k in range(3)]
+    assert got == [11 + 6, 22 + 6, 33 + 6]
+    timeline = simulate(plan, [2.0, 0.0], [1.0, 1.0], [Wire(10.0, 0.0, 4.0)])
+    assert [timeline.arrivals[Work(False, 0, k)] for k in range(3)] == [8, 18, 28]
+
+
+def test_pipelines_share_a_link_message_by_message():
+    """5 s a message: the second pipeline is as much behind the first. Forward it ends at 1 + 4 * 5 + 1; its first gradient
+    is there 1 + 5 later, its second one after that of the first pipeline, and is worked on."""
+    plan = mg.Plan(pp=2, num_microbatches=2)
+    shared = simulate(plan, [1.0, 1.0], [1.0, 1.0], [Wire(5.0, out=0, back=1)], pipelines=2)
+    assert shared.seconds == 22 + (1 + 5) + 5 + 5 + 1
+    alone = simulate(plan, [1.0, 1.0], [1.0, 1.0], [Wire(5.0, out=0, back=1)])
+    assert alone == simulate(plan, [1.0, 1.0], [1.0, 1.0], [Wire(5.0)])
+
+
 def test_gpipe_s_closed_form_is_what_the_schedule_takes_without_messages():
     forward, backward = [1.0, 3.0, 2.0], [5.0, 2.0, 4.0]
     for num in (1, 2, 7):
