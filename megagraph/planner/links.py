@@ -60,12 +60,13 @@ class Links:
         Where replicas share the link of a node they send one after the other, in two groups.
         """
         replicas, groups = plan.cp * plan.dp, self.groups(plan)
+        if self.per_node is None:
+            return [self._wire(size, 0)] * (plan.num_stages - 1)
         wires = []
         for i in range(plan.pp):
             flows = _to_next_stage(plan.pp, replicas, i, self.per_node)
             wire = self._wire(size, flows)
             if flows:
-                assert self.per_node is not None
                 ends = (i * replicas // self.per_node, (i + 1) % plan.pp * replicas // self.per_node)
                 wire = wire._replace(seconds=wire.seconds / groups, out=ends[0], back=ends[1])
             wires.append(wire)
@@ -73,8 +74,10 @@ class Links:
 
     def groups(self, plan: Plan) -> int:
         """Of replicas that send over one link one after the other, see ``boundaries``."""
+        if self.per_node is None or plan.pp == 1:
+            return 1
         flows = (_to_next_stage(plan.pp, plan.cp * plan.dp, i, self.per_node) for i in range(plan.pp))
-        return 2 if plan.pp > 1 and max(flows) > 1 else 1
+        return 2 if max(flows) > 1 else 1
 
     def hop(self, plan: Plan, size: float) -> Wire:
         """Every rank of every ring sends to the next one."""

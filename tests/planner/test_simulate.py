@@ -75,8 +75,8 @@ def test_a_link_that_was_idle_makes_up_for_it():
 
 
 def test_pipelines_share_a_link_message_by_message():
-    """5 s a message: the second pipeline is as much behind the first. Forward it ends at 1 + 4 * 5 + 1; its first gradient
-    is there 1 + 5 later, its second one after that of the first pipeline, and is worked on."""
+    """5 s a message: the second pipeline is as much behind the first. Forward it ends at 1 + 4 * 5 + 1; its first
+    gradient is there 1 + 5 later, its second one after that of the first pipeline, and is worked on."""
     plan = mg.Plan(pp=2, num_microbatches=2)
     shared = simulate(plan, [1.0, 1.0], [1.0, 1.0], [Wire(5.0, out=0, back=1)], pipelines=2)
     assert shared.seconds == 22 + (1 + 5) + 5 + 5 + 1
