@@ -168,8 +168,8 @@ def _load_rows(x, n, t, num_rows, of, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr):
-    """Scores [GROUP, BLOCK_N, BLOCK_M] of a group, in base 2 if FOLD; those of a query that does
-    not exist are some number."""
+    """Scores [GROUP, BLOCK_N, BLOCK_M] of a group, in base 2 if FOLD; those of a query that does not exist are some
+    number."""
     heads = tl.minimum(queries.h, x.H - 1)
     s = qk * (x.scale * LOG2E if x.FOLD else x.scale)
     if x.FORM == "dense":

@@ -16,8 +16,9 @@ import torch
 
 from megagraph import files
 from megagraph.data.options import Batching, BatchOptions, Scope
-from megagraph.models.config import ModelConfig
+from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Plan, ScheduleName
+from megagraph.planner.workload import Precision
 
 AUTO = Path("auto")
 # how the processes share the work, which the numbers do not depend on
@@ -68,7 +69,7 @@ class TrainConfig:
     bad_steps: int = 3
     """Steps in a row whose loss or gradient is not finite, which are skipped, before the run ends."""
 
-    model: Literal["hierarchical", "graphormer"] = "hierarchical"
+    model: ModelName = "hierarchical"
     """hierarchical: ANS-GT's; graphormer: with degree codes and hop distances."""
     embedding: Literal["features", "learned"] = ModelConfig.embedding
     """features: a projection of the node's features; learned: a vector of its own for every node of this graph."""
@@ -145,7 +146,7 @@ class TrainConfig:
     metric: Literal["accuracy", "roc_auc"] = "accuracy"
     """By which of the two on the validation nodes the best epoch is chosen; roc_auc is for two classes."""
     seed: int = 0
-    dtype: Literal["fp32", "bf16", "fp64"] = "fp32"
+    dtype: Precision = "fp32"
     """bf16: mixed precision, weights stay in fp32."""
     device: str = "auto"
     """auto, cpu, cuda, or a GPU such as cuda:0, which processes share where there are more of them than GPUs."""

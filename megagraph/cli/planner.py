@@ -98,13 +98,13 @@ def read_rows(paths: tuple[Path, ...], impl: str | None = None, dtype: Precision
     def is_benched(row: Any) -> bool:
         return isinstance(row, dict) and row.get("kind") == "attention"
 
-    if impl is not None or dtype is not None:
-        rows = [
-            row
-            for row in rows
-            if not isinstance(row, dict)
-            or (impl in (None, row.get("impl")) and dtype in (None, row.get("dtype", "fp32")))
-        ]
+    asked = impl, dtype
+    rows = [
+        row
+        for row in rows
+        if not isinstance(row, dict)
+        or all(given in (None, found) for given, found in zip(asked, _kind_of(row), strict=True))
+    ]
     benched, others = filter(is_benched, rows), list(filterfalse(is_benched, rows))
     wanted = next((_kind_of(row) for row in others if isinstance(row, dict)), None)
     return others + [row for row in benched if not others or _kind_of(row) == wanted]

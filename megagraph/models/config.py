@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megagraph import files
 from megagraph.data.options import BatchOptions
 
+ModelName = Literal["hierarchical", "graphormer"]
 # what nobody could build, in time or in memory; others fit into 32 bits
 _AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 24}
 

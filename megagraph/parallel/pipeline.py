@@ -289,9 +289,7 @@ class Pipeline:
         num = self.plan.num_microbatches
         if num == 1:
             return [inputs]
-        _check_batch(batch, num)
-        specs = {name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()}
-        return split_args_kwargs_into_chunks((), inputs, num, None, specs)[1]
+        return split_args_kwargs_into_chunks((), inputs, num, None, _chunk_specs(batch, inputs, num))[1]
 
     def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> tuple[Schedule, list[_Part]]:
         """One for every shape of batch: what stages send each other is declared once and never looked at again.
@@ -310,7 +308,7 @@ class Pipeline:
     def _make_schedule(self, batch: Batch, inputs: dict[str, Any], training: bool) -> tuple[Schedule, list[_Part]]:
         assert self._group is not None
         num_chunks, config, dtype = self.plan.num_microbatches, self.config, self.stages[0].hidden_dtype
-        _check_batch(batch, num_chunks)
+        specs = _chunk_specs(batch, inputs, num_chunks)
         size = batch.batch_size // num_chunks
         empty = partial(torch.empty, device=self.device, requires_grad=True)
         hidden = empty(size, batch.layout.num_local, config.dim, dtype=dtype, device=self.stages[0].wire)
@@ -334,17 +332,19 @@ class Pipeline:
             parts[0] if self.plan.schedule in ("gpipe", "1f1b") else parts,
             num_chunks,
             loss_fn=(lambda loss, labels: loss) if training else None,
-            kwargs_chunk_spec={name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()},
+            kwargs_chunk_spec=specs,
             scale_grads=False,
         )
         return schedule, parts
 
 
-def _check_batch(batch: Batch, num_microbatches: int) -> None:
+def _chunk_specs(batch: Batch, inputs: dict[str, Any], num_microbatches: int) -> dict[str, Any]:
+    """How every input of a stage is cut."""
     if batch.batch_size % num_microbatches:
         raise ValueError(
             f"a batch must be a multiple of num_microbatches = {num_microbatches}, got {batch.batch_size} sequences"
         )
+    return {name: _chunk_spec(name, x, batch.batch_size) for name, x in inputs.items()}
 
 
 def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -262,7 +263,7 @@ class CostModel:
         updated = parameters / (work.plan.cp * work.plan.dp if work.plan.shard else 1)
         return dot(self.seconds.get("forward", {}), optimizer_terms(updated))
 
-    @property
+    @cached_property
     def _links(self) -> Links:
         per_node = self.origin.get("ranks_per_node")
         return Links(self.links, None if per_node is None else int(per_node))

@@ -97,7 +97,10 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     computed = [row for row in checked if row["kind"] in COMPUTED]
     slowness = _slowness(computed)
     if slowness:
-        computed = [row | {"seconds": row["seconds"] / slowness[row["rank"]]} for row in computed]
+        # a row of a bench is of no rank
+        computed = [
+            row | {"seconds": row["seconds"] / slowness[int(row["rank"])]} if "rank" in row else row for row in computed
+        ]
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
     held_out: dict[str, float] = {}
@@ -133,17 +136,16 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
 
 def _slowness(rows: Sequence[Row]) -> tuple[float, ...]:
     """How much longer than all on average every rank takes for the same; none where they differ by less than ALIKE."""
-    ranks = 1 + max((row.get("rank", -1) for row in rows), default=-1)
+    ranks = 1 + max((int(row.get("rank", -1)) for row in rows), default=-1)
     same: dict[str, dict[int, float]] = {}
     for row in rows:
         what = {name: row.get(name) for name in (*FIELDS[row["kind"]], "kind", "pairs") if name != "seconds"}
-        same.setdefault(json.dumps(what, sort_keys=True), {})[row.get("rank", -1)] = row["seconds"]
-    logs = [
-        [math.log(seconds[rank]) for rank in range(ranks)] for seconds in same.values() if len(seconds) == ranks > 1
-    ]
-    if not logs:
+        same.setdefault(json.dumps(what, sort_keys=True), {})[int(row.get("rank", -1))] = row["seconds"]
+    of_all = [seconds for seconds in same.values() if len(seconds) == ranks and -1 not in seconds]
+    whole = [[seconds[rank] for rank in range(ranks)] for seconds in of_all]
+    if not whole or ranks < 2:
         return ()
-    table = np.array(logs)
+    table = np.log(np.maximum(whole, 1e-12))
     factors = np.exp(np.median(table - table.mean(axis=1, keepdims=True), axis=0))
     return tuple(factors.tolist()) if factors.max() > ALIKE * factors.min() else ()
 

@@ -232,7 +232,7 @@ class _Search:
         while near:
             nearest = list(islice(self._runs(work, _moves(plan.layers), tables, memory), MOST_MOVES))
             better = min((timed, *nearest), key=_rank)
-            if better is timed or len(nearest) == 0:
+            if better is timed:
                 break
             timed, plan = better, better.plan
         return timed
@@ -242,7 +242,7 @@ class _Search:
     ) -> Iterator[Candidate]:
         """On paper, with those splits that fit."""
         for split in splits:
-            candidate = self._candidate(work, split, tables, memory, bound=0.0)
+            candidate = self._candidate(work, split, memory, 0.0)
             if candidate.pruned is None:
                 seconds = sum(self.cost.step_terms(work, split, tables).values())
                 yield replace(candidate, step_seconds=seconds, exact=True)
@@ -255,13 +255,12 @@ class _Search:
         work = RankWork.of(self.config, plan, self.given)
         tables, memory = self._tables_of(work), self._memory(work)
         lightest = lightest_split(memory)
-        fastest = self._fastest(work, tables, memory)
-        if fastest is None:
-            return [self._candidate(work, lightest, tables, memory)]
-        bound = self.cost.step_bound(work, self._fastest(work, tables, None) or fastest, tables)
-        found = [self._candidate(work, fastest, tables, memory, bound)]
+        fastest, free = (self._fastest(work, tables, of) for of in (memory, None))
+        assert free is not None, "a stage has a layer"
+        bound = self.cost.step_bound(work, free, tables)
+        found = [] if fastest is None else [self._candidate(work, fastest, memory, bound)]
         if lightest != fastest:
-            found.append(replace(self._candidate(work, lightest, tables, memory, bound), lightest=True))
+            found.append(replace(self._candidate(work, lightest, memory, bound), lightest=True))
         return found
 
     def _tables_of(self, work: RankWork) -> StageTables:
@@ -299,16 +298,14 @@ class _Search:
             self._splits[key] = None if found is None else found[0]
         return self._splits[key]
 
-    def _candidate(
-        self, work: RankWork, split: tuple[int, ...], tables: StageTables, memory: Floats, bound: float | None = None
-    ) -> Candidate:
+    def _candidate(self, work: RankWork, split: tuple[int, ...], memory: Floats, bound: float) -> Candidate:
         stages = memory[np.arange(len(split)), split]
         ranks = stages.reshape(-1, work.plan.pp).sum(axis=0)
         tightest = int(ranks.argmax())
         peak = float(ranks[tightest])
         return Candidate(
             plan=replace(work.plan, layers=split),
-            step_seconds=self.cost.step_bound(work, split, tables) if bound is None else bound,
+            step_seconds=bound,
             exact=work.plan.pp == 1,
             peak_bytes=peak,
             tightest=tightest,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megagraph import files
-from megagraph.models.config import ModelConfig
+from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Plan
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -39,7 +39,7 @@ class Workload:
     pairs: int = 0
     halo: tuple[int, ...] = ()
     dtype: Precision = "fp32"
-    model: Literal["hierarchical", "graphormer"] = "hierarchical"
+    model: ModelName = "hierarchical"
 
     def __post_init__(self) -> None:
         lows = {"batch_sequences": 1, "num_nodes": 1, "num_super": 0, "num_targets": 0, "pairs": 0}
@@ -54,7 +54,7 @@ class Workload:
             check_number("halo", rows)
         if self.dtype not in NUMBER_BYTES:
             raise ValueError(f"dtype must be one of {sorted(NUMBER_BYTES)}, got {self.dtype!r}")
-        if self.model not in ("hierarchical", "graphormer"):
+        if self.model not in get_args(ModelName):
             raise ValueError(f"model must be hierarchical or graphormer, got {self.model!r}")
 
     def halo_of(self, ranks: int) -> float:

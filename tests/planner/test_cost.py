@@ -111,6 +111,8 @@ def test_ranks_of_unequal_speed(cost):
     rows += [row for row in synthetic.rows() if row["kind"] not in COMPUTED]
     found = mg.planner.fit(rows)
     assert found.slowness == pytest.approx((0.5**0.5, 2**0.5))
+    benched = [row for row in synthetic.rows() if row["kind"] == "attention"]  # of no rank
+    assert mg.planner.fit([*rows, *benched]).slowness == pytest.approx(found.slowness)
     assert found.held_out["time_mape"] < 1e-6
     found, alike = replace(found, links=free, stall_seconds=0.0), replace(cost, links=free, stall_seconds=0.0)
     workload = mg.planner.Workload(**synthetic.WORKLOAD)
