@@ -23,8 +23,7 @@ from megagraph.data.graph import Graph, Split, random_split
 from megagraph.data.loader import Loader
 from megagraph.data.prepare import prepare
 from megagraph.models.config import ModelConfig
-from megagraph.models.graphormer import Graphormer
-from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
@@ -43,8 +42,7 @@ def batches(config: TrainConfig, graph: Graph) -> Builder:
 
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
     """The model that the configuration names; ``mesh`` is its CP group."""
-    kinds = {"hierarchical": HierarchicalGT, "graphormer": Graphormer}
-    return kinds[config.model](model_config, mesh=mesh)
+    return MODELS[config.model](model_config, mesh=mesh)
 
 
 def make_loader(

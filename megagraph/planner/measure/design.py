@@ -12,9 +12,8 @@ from megagraph.attention.bias import BorderedData
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
-from megagraph.models.config import ModelConfig
-from megagraph.models.graphormer import Graphormer
-from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.models.config import ModelConfig, ModelName
+from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
 from megagraph.planner.workload import Precision, Workload, listed_scores
 
@@ -35,12 +34,10 @@ class Point:
     num_super: int = 0  # of the nodes, where pairs are listed
     pairs: int = 0  # that are listed in a sequence; 0: all attend to all
     dtype: Precision = "fp32"
-    model: str = "hierarchical"
+    model: ModelName = "hierarchical"
 
     def make_model(self, device: torch.device) -> GraphTransformer:
-        kind = Graphormer if self.model == "graphormer" else HierarchicalGT
-        model: GraphTransformer = kind(self.config)
-        return model.to(device, DTYPES[self.dtype])
+        return MODELS[self.model](self.config).to(device, DTYPES[self.dtype])
 
     def forward(self, model: GraphTransformer, inputs: dict[str, Any]) -> Tensor:
         """Class scores, as training computes them."""
