@@ -240,22 +240,24 @@ def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     for link in {row["link"] for row in rows if "link" in row}:
         own = [row for row in rows if row.get("link") == link]
         sums = [row for row in own if row["kind"] == "all_reduce"]
-        links[link] = _fit_messages([row for row in own if row["kind"] == "transfer"]) | _least_squares(
+        links[link] = _least_squares(
             [all_reduce_terms(row["bytes"], row["ranks"]) for row in sums], [row["seconds"] for row in sums], power=0.5
         )
+        for kind in ("transfer", "hop"):
+            links[link] |= _fit_messages(kind, [row for row in own if row["kind"] == kind])
     return links
 
 
-def _fit_messages(rows: Sequence[Row]) -> dict[str, float]:
+def _fit_messages(kind: str, rows: Sequence[Row]) -> dict[str, float]:
     seconds = np.array([row["seconds"] for row in rows])
     best: tuple[float, dict[str, float]] = float("inf"), {}
     for burst in (0.0, *(2.0**i for i in range(12, 18))):
-        terms = [{"transfer.call": 1.0, "transfer.byte": max(0.0, row["bytes"] - burst)} for row in rows]
+        terms = [{f"{kind}.call": 1.0, f"{kind}.byte": max(0.0, row["bytes"] - burst)} for row in rows]
         rates = _least_squares(terms, seconds.tolist(), power=0.5)
         predicted = np.array([dot(rates, values) for values in terms])
         error = float((((predicted - seconds) ** 2) / np.maximum(seconds, 1e-12)).sum())
         if error < best[0] * (1 - 1e-3):
-            best = error, rates | ({"transfer.burst": burst} if burst else {})
+            best = error, rates | ({f"{kind}.burst": burst} if burst else {})
     return best[1]
 
 
@@ -343,7 +345,7 @@ def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
             for name in ("columns", "dim", "ffn_dim", "heads"):
                 if name in row:
                     values.setdefault(name, []).append(row[name])
-        elif row["kind"] == "transfer":
+        elif row["kind"] in ("transfer", "hop"):
             values.setdefault("transfer bytes", []).append(row["bytes"])
         elif row["kind"] == "all_reduce":
             values.setdefault("all-reduce ranks", []).append(row["ranks"])

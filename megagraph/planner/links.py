@@ -81,7 +81,7 @@ class Links:
 
     def hop(self, plan: Plan, size: float) -> Wire:
         """Every rank of every ring sends to the next one."""
-        return self._wire(size, _around(plan.cp, plan.world_size, self.per_node))
+        return self._wire(size, _around(plan.cp, plan.world_size, self.per_node), "hop")
 
     def to_all(self, plan: Plan, size: float) -> float:
         """Every rank sends as much to each other one of its ring: its own link has P - 1 messages, its node's all that
@@ -108,12 +108,16 @@ class Links:
     def spans_nodes(self, plan: Plan) -> bool:
         return self.per_node is not None and plan.world_size > self.per_node
 
-    def _wire(self, size: float, flows: int) -> Wire:
-        """Of a message of ``size`` bytes, where at most so many leave a node; 0: none does."""
+    def _wire(self, size: float, flows: int, kind: str = "transfer") -> Wire:
+        """Of a message of ``size`` bytes, where at most so many leave a node; 0: none does.
+
+        A "hop" is one of many: all ranks of a ring send and receive at once.
+        """
         rates = self._rates(flows)
-        per_byte = rates.get("transfer.byte", 0.0)
-        burst = per_byte * rates.get("transfer.burst", 0.0)
-        return Wire(per_byte * size * max(flows, 1), rates.get("transfer.call", 0.0), burst)
+        if f"{kind}.byte" not in rates:
+            kind = "transfer"
+        call, per_byte, burst = (rates.get(f"{kind}.{part}", 0.0) for part in ("call", "byte", "burst"))
+        return Wire(per_byte * size * max(flows, 1), call, per_byte * burst)
 
     def _rates(self, flows: int) -> Rates:
         own, other = ("across", "node") if flows else ("node", "across")

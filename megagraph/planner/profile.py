@@ -31,7 +31,7 @@ from megagraph.provenance import provenance
 COMMUNICATION = 0.3  # of the time, for messages
 EXPIRES = 30 * 86400  # seconds, after which a machine is measured again
 FIT_ERROR = 0.5  # of held-out seconds, the mean; a quiet machine gives 0.03 to 0.1
-_ONCE = ("transfer", "all_reduce", "memory")  # kinds of rows that are the same on every rank
+_ONCE = ("transfer", "hop", "all_reduce", "memory")  # kinds of rows that are the same on every rank
 
 
 def profile(

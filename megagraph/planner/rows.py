@@ -33,6 +33,7 @@ FIELDS = {
     ),
     "optimizer": ("parameters", "seconds"),
     "transfer": ("bytes", "link", "seconds"),
+    "hop": ("bytes", "link", "seconds"),
     "all_reduce": ("bytes", "ranks", "link", "seconds"),
     "stall": ("seconds",),
     "memory": (

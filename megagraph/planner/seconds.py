@@ -73,9 +73,14 @@ def _attention_seconds(rates: Rates, links: Links, work: RankWork, way: str, que
     local, visit = (
         dot(rates, attention_terms(m, queries, keys, config, ring=True)) for keys in (work.rows, work.block)
     )
+    first = _behind(local, hop)
     if way == "forward":
-        return local + (plan.cp - 1) * _behind(visit, hop)
-    return local + (plan.cp - 1) * _behind(visit, hop, hop_of_gradients) + hop_of_gradients.total
+        return first + (plan.cp - 2) * _behind(visit, hop) + visit
+    if plan.cp == 2:
+        return first + visit + hop_of_gradients.total
+    # gradients follow from the second visit on, one step behind their block
+    both = (plan.cp - 3) * _behind(visit, hop, hop_of_gradients)
+    return first + _behind(visit, hop) + both + _behind(visit, hop_of_gradients) + hop_of_gradients.total
 
 
 def _behind(work: float, *wires: Wire) -> float:
@@ -106,7 +111,8 @@ def _with_messages(seconds: float, links: Links, work: RankWork, way: str) -> fl
         return seconds + links.to_all(plan, more * work.block_bytes)
     if way == "forward":
         return max(seconds, (plan.cp - 1) * hop.total)
-    return max(seconds, (plan.cp - 1) * (hop.total + hop_of_gradients.total)) + hop_of_gradients.total
+    behind = (plan.cp - 1) * hop.total + (plan.cp - 2) * hop_of_gradients.total
+    return max(seconds, behind) + hop_of_gradients.total
 
 
 def pipeline_seconds(

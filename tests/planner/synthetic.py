@@ -26,7 +26,14 @@ FORWARD = {
     "optimizer.parameter": 1e-9,
 }
 BACKWARD = {name: 2.5 * value for name, value in FORWARD.items() if not name.startswith("optimizer")}
-LINK = {"transfer.call": 5e-5, "transfer.byte": 1e-9, "all_reduce.call": 5e-5, "all_reduce.byte": 1e-9}
+LINK = {
+    "transfer.call": 5e-5,
+    "transfer.byte": 1e-9,
+    "hop.call": 7e-5,
+    "hop.byte": 2e-9,
+    "all_reduce.call": 5e-5,
+    "all_reduce.byte": 1e-9,
+}
 MEMORY = {
     "kept.key": 8.0,
     "kept.element": 32.0,
@@ -63,16 +70,15 @@ def rows() -> list[dict[str, Any]]:
         ]
     made += [dict(kind="optimizer", parameters=n) for n in (10**4, 10**5, 10**6)]
     for size in (1e3, 1e5, 1e7, 1e9):
-        made += [dict(kind="transfer", bytes=size, link="node")]
+        made += [dict(kind=kind, bytes=size, link="node") for kind in ("transfer", "hop")]
         made += [dict(kind="all_reduce", bytes=size, ranks=ranks, link="node") for ranks in (2, 8, 1024)]
     made.append(dict(kind="stall", seconds=2e-3))
     for row in made:
         row |= dict(device="paper", unit="s")
-        if row["kind"] in ("transfer", "all_reduce"):
-            sent = {"transfer.call": 1.0, "transfer.byte": row["bytes"]}
-            row["seconds"] = dot(
-                LINK, sent if row["kind"] == "transfer" else all_reduce_terms(row["bytes"], row["ranks"])
-            )
+        if row["kind"] in ("transfer", "hop"):
+            row["seconds"] = dot(LINK, {f"{row['kind']}.call": 1.0, f"{row['kind']}.byte": row["bytes"]})
+        elif row["kind"] == "all_reduce":
+            row["seconds"] = dot(LINK, all_reduce_terms(row["bytes"], row["ranks"]))
         elif row["kind"] == "memory":
             kept = dot(MEMORY, _row_kept(row))
             work = dot(MEMORY, _row_workspace(row))

@@ -46,10 +46,10 @@ def parameters(config):
 # One layer, its target's row alone against the columns, 4 sequences of 2 heads: 4 * 2 scores a column, 1 s each
 # forward and 10 s backward. A block's keys and values are 4 sequences * 2 nodes * 4 channels * 2 * 4 bytes = 256 bytes.
 RING = {
-    # own 3 rows, two visits of 2 rows; the link is awaited: a hop per visit, and backward a hop of gradients as well,
-    # which must then come home
-    ("ring", 1.0): (24 + 2 * 256) + (240 + 2 * 2 * 256 + 256),
-    # the link is faster than the work: only the last gradients are awaited
+    # own 3 rows, two visits of 2 rows; the link is awaited: blocks travel behind own rows and the first visit, and
+    # backward gradients behind the second visit and then home
+    ("ring", 1.0): (2 * 256 + 16) + (2 * 256 + 256 + 256),
+    # the link is faster than the work: only the way home is awaited
     ("ring", 0.001): (24 + 2 * 16) + (240 + 2 * 160 + 0.256),
     # all columns at once, after two hops forward, and before two of gradients backward
     ("allgather", 1.0): (56 + 2 * 256) + (560 + 2 * 256),
@@ -64,6 +64,19 @@ def test_attention_of_three_ranks(comm, seconds_per_byte):
     assert got == pytest.approx(RING[comm, seconds_per_byte], rel=1e-12)
 
 
+# two ranks: 3 nodes of 128 bytes behind 24 s for 3 columns beside their own 4 rows' each way, then gradients home;
+# three: two blocks of 256 bytes behind more work than there is, and as above a gradient behind the last visit and home
+HOPS = {2: 2 * (2 * 384 + 3 + 24) + (2 * 384 + 3), 3: 2 * (2 * 256 + 3) + 16 + 4 * (2 * 256 + 3)}
+
+
+@pytest.mark.parametrize("cp", HOPS)
+def test_ranks_of_a_ring_send_all_at_once(cp):
+    """A hop may take longer than a message alone: here 2 s a byte, and 3 s until all are ready."""
+    scores = {"forward": {"attention.score": 1.0}, "backward": {"attention.score": 1.0}}
+    cost = cost_model(scores, link={"transfer.byte": 1e6, "hop.byte": 2.0, "hop.call": 3.0})
+    assert cost.step_seconds(ONE_LAYER, mg.Plan(cp=cp)) == pytest.approx(HOPS[cp], rel=1e-12)
+
+
 # 12 listed pairs of 6 nodes, and a super node; a rank of two has 6 pairs and 3 nodes, and names 2 of the others
 LISTED = replace(WORKLOAD, batch_sequences=1, num_targets=6, pairs=12, halo=(2, 5))
 
@@ -74,8 +87,8 @@ LISTED = replace(WORKLOAD, batch_sequences=1, num_targets=6, pairs=12, halo=(2, 
         # 2 nodes * 4 channels * 2 * 4 bytes = 64 arrive and leave behind the work, of which backward has none here
         ("halo", 1.0, 64),
         ("halo", 100.0, 6400 - 1206 + 6400),
-        # a block of 3 nodes is 96 bytes; gradients of it go on, and home
-        ("ring", 1.0, 2 * 96 + 96),
+        # a block of 3 nodes is 96 bytes; its gradients go home
+        ("ring", 1.0, 96 + 96),
         ("allgather", 1.0, 96 + 96),
     ],
 )

@@ -161,7 +161,7 @@ def test_what_was_not_measured_is_said(cost):
     assert cost.extrapolated(replace(CONFIG, dim=512), mg.Plan(dp=64))[0].startswith(
         "dim = 512 is outside the measured"
     )
-    alone = mg.planner.fit([row for row in synthetic.rows() if row["kind"] not in ("transfer", "all_reduce")])
+    alone = mg.planner.fit([row for row in synthetic.rows() if row["kind"] not in ("transfer", "hop", "all_reduce")])
     assert "all-reduce ranks was not measured" in alone.extrapolated(CONFIG, mg.Plan(dp=2))
 
 

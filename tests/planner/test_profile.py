@@ -16,6 +16,7 @@ import megagraph as mg
 from megagraph.cli import main
 from megagraph.cli.planner import read_rows
 from megagraph.planner import profile as module
+from megagraph.planner.measure.clock import average
 from megagraph.planner.measure.design import Point, design, of_every_width
 from megagraph.planner.measure.memory import memory_rows, observe_memory
 from megagraph.planner.profile import profile
@@ -30,7 +31,8 @@ def test_profile_measures_every_part(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FIT_ERROR", 1e9)  # a second is short
     arguments = dict(device=torch.device("cpu"), batches=range(4), budget_seconds=1.0, cache=tmp_path)
     rows = profile(CONFIG, WORKLOAD, **arguments)
-    assert {row["kind"] for row in check_rows(rows)} == set(FIELDS) - {"transfer", "all_reduce", "attention", "model"}
+    of_others = {"transfer", "hop", "all_reduce", "attention", "model"}
+    assert {row["kind"] for row in check_rows(rows)} == set(FIELDS) - of_others
     assert {row["unit"] for row in rows} == {"s"} and all(row["device"] and row["torch"] for row in rows)
     assert profile(CONFIG, WORKLOAD, **arguments) == rows  # from the cache: times would differ
     cost = mg.planner.fit(rows)
@@ -184,3 +186,10 @@ def test_rows_of_several_dtypes_are_fitted_one_dtype_at_a_time(tmp_path, monkeyp
     assert re.search(r"one dtype, got \['a GPU triton bf16', 'a GPU triton fp32'\].*--dtype", capsys.readouterr().err)
     run(monkeypatch, "fit", path, "--dtype", "bf16", "--out", tmp_path / "cost.json")
     assert mg.planner.CostModel.load(tmp_path / "cost.json").origin["dtype"] == "bf16"
+
+
+def test_what_is_interrupted_now_and_then_takes_its_mean():
+    """A process that may run half of the time: a call of 2 s is whole or takes 7 s, and ten take 45 s. One in ten calls
+    of a machine that others use takes a minute."""
+    assert average([2.0, 7.0] * 5 + [60.0])["seconds"] == pytest.approx((5 * 2 + 4 * 7) / 9)
+    assert average([3.0, 1.0, 2.0, 2.0])["seconds"] == 2.0

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from megagraph.attention.bias import BucketBias, ProjectedBias
+from megagraph.attention.bias import Bias, BucketBias, ProjectedBias
 from megagraph.attention.context_parallel import loopback_attention
 from megagraph.models.config import ModelConfig
-from megagraph.planner.measure.clock import Clock, median
-from megagraph.planner.measure.design import DTYPES, MAX_TOKENS, Point, random_inputs
+from megagraph.planner.measure.clock import Clock, average
+from megagraph.planner.measure.design import DTYPES, MAX_TOKENS, PARTS, Point, random_inputs
 from megagraph.planner.workload import Workload
 
 ROUNDS = 3
@@ -73,10 +73,10 @@ class Probe:
     def rows(self) -> Iterator[dict[str, Any]]:
         fields = self.point.fields()
         for (part, direction), samples in self.samples.items():
-            row = fields | {"direction": direction, **median(samples)}
+            row = fields | {"direction": direction, **average(samples)}
             if part == "optimizer":
                 count = sum(parameter.numel() for parameter in self.model.parameters())
-                yield {"kind": "optimizer", "parameters": count, **median(samples)}
+                yield {"kind": "optimizer", "parameters": count, **average(samples)}
             elif part in ("layer", "last"):
                 targets = None if part == "layer" else self.point.targets
                 yield row | {"kind": "layers", "layers": 1, "targets": targets}
@@ -113,41 +113,49 @@ def compute_rows(points: list[Point], device: torch.device, budget_seconds: floa
 def ring_rows(
     config: ModelConfig, workload: Workload, device: torch.device, budget_seconds: float
 ) -> list[dict[str, Any]]:
-    """All steps of rings of 2 and 4 ranks, in one process, without communication."""
+    """All steps of rings of 2 and 4 ranks, in one process, without communication, for micro-batches of some sizes."""
     nodes, supers = workload.num_nodes, workload.num_super
     if nodes < 4 or workload.pairs:  # which layers know
         return []
     started = time.perf_counter()
-    length = nodes + supers
-    m = max(1, min(workload.batch_sequences, MAX_TOKENS // length))
+    most = max(1, min(workload.batch_sequences, MAX_TOKENS // (nodes + supers)))
+    counts = sorted({max(1, most // part) for part in PARTS}, reverse=True)
+    inputs = {m: _ring_inputs(config, workload, m, device) for m in counts}
+    samples: dict[tuple[int, int, str], list[float]] = defaultdict(list)
+    for run in tqdm(range(ROUNDS + 1), desc="profile: rings", leave=False, disable=None):
+        if run > 1 and time.perf_counter() - started > budget_seconds:
+            break
+        for m, (q, k, v, bias) in inputs.items():
+            for ranks in (2, 4):
+                clock = Clock(device)
+                clock.mark("start")
+                out, _ = loopback_attention(q, k, v, bias, num_super=supers, world_size=ranks)
+                clock.mark("forward")
+                out.sum().backward()
+                clock.mark("backward")
+                if run:
+                    samples[m, ranks, "forward"].append(clock.between("start", "forward"))
+                    samples[m, ranks, "backward"].append(clock.between("forward", "backward"))
+    fields = {"kind": "ring", "num_nodes": nodes, "num_super": supers, "dim": config.dim}
+    fields |= {"heads": config.heads, "bias": config.bias, "bias_size": config.bias_size}
+    return [
+        fields | {"sequences": m, "ranks": ranks, "direction": direction, **average(seconds)}
+        for (m, ranks, direction), seconds in samples.items()
+    ]
+
+
+def _ring_inputs(
+    config: ModelConfig, workload: Workload, m: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Bias]:
+    """q, k and v of m sequences, and a bias, all random."""
+    length = workload.num_nodes + workload.num_super
     shape = (m, config.heads, length, config.dim // config.heads)
     numbers = torch.bfloat16 if workload.dtype == "bf16" else DTYPES[workload.dtype]
     q, k, v = (torch.rand(shape, device=device, dtype=numbers).requires_grad_() for _ in range(3))
     learned = torch.rand(config.heads, config.bias_size, device=device, dtype=DTYPES[workload.dtype]).requires_grad_()
-    bias: BucketBias | ProjectedBias
     if config.bias == "bucket":
         index = torch.randint(0, config.bias_size, (m, length, length), dtype=torch.uint8).to(device)
-        bias = BucketBias(index, learned)
-    else:
-        channels = torch.bfloat16 if workload.dtype == "bf16" else torch.float32
-        bias = ProjectedBias(torch.rand(m, config.bias_size, length, length, device=device, dtype=channels), learned)
-    samples: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for run in tqdm(range(ROUNDS + 1), desc="profile: rings", leave=False, disable=None):
-        if run > 1 and time.perf_counter() - started > budget_seconds:
-            break
-        for ranks in (2, 4):
-            clock = Clock(device)
-            clock.mark("start")
-            out, _ = loopback_attention(q, k, v, bias, num_super=supers, world_size=ranks)
-            clock.mark("forward")
-            out.sum().backward()
-            clock.mark("backward")
-            if run:
-                samples[ranks, "forward"].append(clock.between("start", "forward"))
-                samples[ranks, "backward"].append(clock.between("forward", "backward"))
-    fields = {"kind": "ring", "sequences": m, "num_nodes": nodes, "num_super": supers, "dim": config.dim}
-    fields |= {"heads": config.heads, "bias": config.bias, "bias_size": config.bias_size}
-    return [
-        fields | {"ranks": ranks, "direction": direction, **median(seconds)}
-        for (ranks, direction), seconds in samples.items()
-    ]
+        return q, k, v, BucketBias(index, learned)
+    channels = torch.bfloat16 if workload.dtype == "bf16" else torch.float32
+    given = torch.rand(m, config.bias_size, length, length, device=device, dtype=channels)
+    return q, k, v, ProjectedBias(given, learned)

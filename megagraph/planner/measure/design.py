@@ -19,6 +19,7 @@ from megagraph.planner.workload import Precision, Workload, listed_scores
 
 PAIRED_NODES = 1 << 14  # of a sequence whose pairs are listed, at most
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}  # of parameters
+PARTS = (1, 4, 16)  # of the largest micro-batch, whose sequences are measured
 MAX_TOKENS = 1 << 14  # rows of a micro-batch on a CPU; time grows with them in proportion long before
 
 
@@ -82,7 +83,7 @@ def _design_of_sequences(config: ModelConfig, workload: Workload, device: torch.
     most = workload.batch_sequences
     if device.type == "cpu":
         most = max(1, min(most, MAX_TOKENS // nodes))
-    counts = sorted({max(1, most // part) for part in (1, 4, 16)})
+    counts = sorted({max(1, most // part) for part in PARTS})
     lengths = sorted({max(workload.num_nodes // cp, 1) + workload.num_super for cp in (1, 2, 4)})
     widths, points = _widths(config), []
     for dim, heads in widths:

@@ -1,4 +1,4 @@
-"""Seconds of a message, of an all-reduce, and of waiting for a batch."""
+"""Seconds of a message, of a hop around a ring, of an all-reduce, and of waiting for a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagraph.planner.measure.clock import median
+from megagraph.planner.measure.clock import average
 
 WORK = 512  # rows and columns of the matrices that ranks multiply before a message: some ms of a core
 
@@ -24,11 +24,12 @@ def stall_rows(batches: Iterable[Any]) -> list[dict[str, Any]]:
     for _ in islice(batches, 9):
         samples.append(time.perf_counter() - began)
         began = time.perf_counter()
-    return [{"kind": "stall", **median(samples[1:])}] if len(samples) > 1 else []
+    return [{"kind": "stall", **average(samples[1:])}] if len(samples) > 1 else []
 
 
 def communication_rows(device: torch.device, largest: float, budget_seconds: float) -> list[dict[str, Any]]:
-    """Messages between neighbours, and all-reduces of all ranks and of those of a node; nothing for one process.
+    """Messages from one rank to another; of all ranks, or those of a node, to the next one, as in a ring; sums of
+    these; nothing for one process.
 
     All follow on work, as in training: its end is not the same on all ranks, and they wait for each other.
 
@@ -47,7 +48,7 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
     nodes = [dist.new_group(range(first, min(first + per_node, ranks))) for first in range(0, ranks, per_node)]
     group_of = {"node": nodes[rank // per_node], "across": dist.group.WORLD}
     sizes = [size for size in (2**10, 2**14, 2**18, 2**20, 2**22) if size <= max(2**18, 2 * largest)]
-    left = len(sizes) * (len(peers) + len(groups))
+    left = len(sizes) * (len(peers) + 2 * len(groups))
     until = time.perf_counter() + budget_seconds
     rows = []
     left_factor, right_factor = (torch.rand(WORK, WORK, device=device) for _ in range(2))
@@ -75,6 +76,19 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
 
             measure({"kind": "transfer", "link": link}, exchange, 0.5)
         for link, count in groups.items():
+            first = rank - rank % count
+            there, here = (first + (rank + step) % count for step in (1, count - 1))
+
+            def shift(message: Tensor = message, there: int = there, here: int = here) -> None:
+                received = torch.empty_like(message)  # receives first, as rings do
+                works = dist.batch_isend_irecv(
+                    [dist.P2POp(dist.irecv, received, here), dist.P2POp(dist.isend, message, there)]
+                )
+                for work in works:
+                    work.wait()
+
+            measure({"kind": "hop", "link": link}, shift, 1.0)
+        for link, count in groups.items():
 
             def reduce(message: Tensor = message, link: str = link) -> None:
                 dist.all_reduce(message, group=group_of[link])
@@ -89,7 +103,7 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
 def _timed(
     work: Callable[[], None], function: Callable[[], Any], device: torch.device, share: float, budget_seconds: float
 ) -> dict[str, Any]:
-    """Median of the slowest rank's time over ten calls, over fewer where the time is up: at least two."""
+    """The slowest rank's time on average over ten calls, over fewer where the time is up: at least two."""
     samples: list[float] = []
     agreed = [budget_seconds]
     dist.broadcast_object_list(agreed)  # clocks differ a little, and all must stop at the same call
@@ -107,4 +121,4 @@ def _timed(
         samples.append(max(everyone))
         if call >= 2 and sum(samples) > agreed[0]:
             break
-    return median([share * seconds for seconds in samples[min(2, len(samples) - 2) :]])
+    return average([share * seconds for seconds in samples[min(2, len(samples) - 2) :]])
