@@ -252,10 +252,10 @@ DRAWN = (
         "self.sequence_nodes = (self.num_regular) - (options.num_super)",
     ),
     Mutant(
-        "num_bytes",
-        "megagraph/data/build.py",
-        "num_sequences = -(-batch_size * self.samples // num_runs) * share.num_microbatches",
-        "num_sequences = -batch_size * self.samples // num_runs * share.num_microbatches",
+        "num_sequences",
+        "megagraph/data/batch.py",
+        "-(-len(self.sequences(number)) // self.num_microbatches)",
+        "len(self.sequences(number)) // self.num_microbatches",
     ),
     Mutant(
         "__call__",

@@ -23,7 +23,7 @@ from megagraph.planner.workload import Precision
 AUTO = Path("auto")
 # how the processes share the work, which the numbers do not depend on
 LAYOUT_FIELDS = (
-    "plan", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
+    "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
 )  # fmt: skip
 # what guides a search of them
 _SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")
@@ -167,6 +167,9 @@ class TrainConfig:
     comm: Literal["ring", "allgather", "halo"] = "ring"
     """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps.
     halo: just those that a rank's pairs name, in full batches."""
+    shares: str | None = None
+    """Sequences of a batch that each dp group takes, as in 11,5 where one of two is slower; default as even as can be,
+    and what --plan auto finds."""
     stage_layers: str | None = None
     """Layers of every pipeline stage, as in 3,7,7,7; default as even as can be."""
     stages_per_rank: int = 1
@@ -251,15 +254,19 @@ class TrainConfig:
             raise ValueError("comm must be ring or allgather where all pairs attend, got halo; it is for full batches")
         if self.plan != "auto":
             self.parallel_plan()
-        elif self.stage_layers is not None or self.stages_per_rank != 1:
-            raise ValueError("stage_layers and stages_per_rank must not be given with --plan auto, which finds them")
+        elif self.stage_layers is not None or self.shares is not None or self.stages_per_rank != 1:
+            raise ValueError(
+                "stage_layers, shares and stages_per_rank must not be given with --plan auto, which finds them"
+            )
 
     def parallel_plan(self) -> Plan:
         """The layout of the processes, from its fields; the inverse of ``with_plan``."""
         pp, cp, dp = _integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
         Plan(pp=pp, cp=cp, dp=dp)  # so that the degrees are checked before the stages
         stages = pp * self.stages_per_rank
-        layers: tuple[int, ...] = ()
+        layers, shares = tuple[int, ...](), tuple[int, ...]()
+        if self.shares is not None:
+            shares = _integers("shares", self.shares, f"dp = {dp} numbers", dp)
         if self.stage_layers is not None:
             layers = _integers("stage_layers", self.stage_layers, f"{stages} numbers", stages)
         return Plan(
@@ -267,6 +274,7 @@ class TrainConfig:
             cp=cp,
             comm=self.comm,
             dp=dp,
+            shares=shares,
             layers=layers,
             stages_per_rank=self.stages_per_rank,
             num_microbatches=self.microbatches,
@@ -298,6 +306,7 @@ class TrainConfig:
             memory_gib=None,
             any_fit=False,
             comm=plan.comm,
+            shares=",".join(map(str, plan.shares)) or None,
             stage_layers=",".join(map(str, plan.layers)) or None,
             stages_per_rank=plan.stages_per_rank,
             microbatches=plan.num_microbatches,

@@ -75,6 +75,7 @@ def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
     return Share(
         dp_rank=dp_rank,
         dp=plan.dp,
+        weights=plan.shares,
         cp_rank=cp_rank,
         cp=plan.cp,
         num_microbatches=plan.num_microbatches,

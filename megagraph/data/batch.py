@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,17 +17,25 @@ EMBEDDED = ("features", "degrees", "node_ids", "node_index")  # fields of a batc
 READ_OUT = ("labels", "target_nodes")  # and those that only the loss and the predictions read
 
 
+def deal(number: int, weights: Sequence[int]) -> list[int]:
+    """Where so many sequences in a row are cut, 0 and the end among it, to leave parts of these weights."""
+    ends = list(accumulate(weights))
+    return [0, *(number * end // ends[-1] for end in ends)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
     """The part of every global batch that one rank builds; the default is all of it.
 
-    The sequences are dealt out over ``dp`` ranks, and the query rows of each over ``cp`` ranks (``NodeLayout``). A
-    rank goes through its sequences in ``num_microbatches`` equal runs. One that does not embed, of a later stage of a
-    pipeline, builds no features, most of a batch: its ``EMBEDDED`` fields have no rows.
+    The sequences are dealt out over ``dp`` ranks by their ``weights``, as evenly as can be without, and the query rows
+    of each over ``cp`` ranks (``NodeLayout``). A rank goes through its sequences in ``num_microbatches`` equal runs.
+    One that does not embed, of a later stage of a pipeline, builds no features, most of a batch: its ``EMBEDDED``
+    fields have no rows.
     """
 
     dp_rank: int = 0
     dp: int = 1
+    weights: tuple[int, ...] = ()
     cp_rank: int = 0
     cp: int = 1
     num_microbatches: int = 1
@@ -38,6 +47,17 @@ class Share:
                 raise ValueError(f"expected {name}_rank in 0..{name} - 1 = {size - 1}, got {rank}")
         if self.num_microbatches < 1:
             raise ValueError(f"expected num_microbatches >= 1, got {self.num_microbatches}")
+        if self.weights and (len(self.weights) != self.dp or min(self.weights) < 1):
+            raise ValueError(f"expected dp = {self.dp} weights of at least 1, got {self.weights}")
+
+    def sequences(self, number: int) -> range:
+        """Which ones of a batch of so many the rank has."""
+        cuts = deal(number, self.weights or (1,) * self.dp)
+        return range(cuts[self.dp_rank], cuts[self.dp_rank + 1])
+
+    def num_sequences(self, number: int) -> int:
+        """Sequences that the rank goes through, with those that fill its runs: one each at least."""
+        return max(1, -(-len(self.sequences(number)) // self.num_microbatches)) * self.num_microbatches
 
 
 WHOLE = Share()
@@ -47,10 +67,10 @@ WHOLE = Share()
 class Batch:
     """One rank's share of B sequences of N slots: N' regular nodes, then N_s super nodes, the last G global tokens.
 
-    Empty sequences, with padding for all regular nodes, fill B up to a multiple of dp * K. The rank has b = B / dp
-    of them, and the S query rows of ``layout`` of each. Of the first T regular slots, which are read out, t are
-    among its rows. Each of its K micro-batches has its own table of U distinct rows of features, a shorter one
-    ending in zeros; ``torch.chunk(tensor, K)`` of every tensor gives the micro-batches. Shapes:
+    The rank has b of them, and the S query rows of ``layout`` of each; empty sequences, with padding for all regular
+    nodes, fill its part up to a multiple of K. Of the first T regular slots, which are read out, t are among its rows.
+    Each of its K micro-batches has its own table of U distinct rows of features, a shorter one ending in zeros;
+    ``torch.chunk(tensor, K)`` of every tensor gives the micro-batches. Shapes:
         features:         [K * U, d_in]     float32  raw features of the nodes and super nodes in local slots
         degrees:          [K * U]           int64    of these rows; a super node has the mean degree of its members
         node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = not read
@@ -60,7 +80,7 @@ class Batch:
         key_padding_mask: [b, N]            bool     True = padding
         labels:           [b, t]            int64    class, -1 = does not count
         target_nodes:     [b, t]            int64    node id, -1 = padding
-        sequence_ids:     [b]               int64    position in the global batch
+        sequence_ids:     [b]               int64    position in the global batch, B of an empty one
 
     ``num_targets`` is the number of labels that count in the global batch, on all ranks together.
     """

@@ -62,8 +62,7 @@ class Builder(ABC):
         """
         num_super = self.sequence_nodes - self.num_regular
         layout = self.layout(self.num_regular, num_super, share)
-        num_runs = share.dp * share.num_microbatches
-        num_sequences = -(-batch_size * self.samples // num_runs) * share.num_microbatches
+        num_sequences = share.num_sequences(batch_size * self.samples)
         row_bytes = 4 * self.graph.in_features + 5 * 8  # features; degrees, ids, index, labels, targets
         rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
         return self.structure.num_bytes(num_sequences, layout) + rest
@@ -91,10 +90,11 @@ class Builder(ABC):
         """
         num_targets = int((labels >= 0).sum())
         num_microbatches = share.num_microbatches
-        num_sequences = -(-len(labels) // (share.dp * num_microbatches)) * num_microbatches
-        ids = share.dp_rank * num_sequences + np.arange(num_sequences)
-        empty = ids >= len(labels)
-        sequences = np.where(empty, 0, ids)
+        own, num_sequences = share.sequences(len(labels)), share.num_sequences(len(labels))
+        ids = np.full(num_sequences, len(labels))
+        ids[: len(own)] = own
+        empty = ids == len(labels)
+        sequences = np.where(empty, min(own.start, len(labels) - 1), ids)  # an empty one samples no other nodes
         regular, supers, labels = regular_of(sequences), supers[sequences], labels[sequences]
         regular[empty] = labels[empty] = -1
         num_super = supers.shape[1] + self.structure.global_tokens

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from heapq import heapify, heapreplace
 from pathlib import Path
 
 import numpy as np
@@ -196,17 +197,10 @@ class CostModel:
 
     def step_terms(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> dict[str, float]:
         """``explain`` from the seconds of stages."""
-        plan, (forward, backward) = work.plan, tables.stages(layers)
-        slowness = np.tile(self._slowness(plan), plan.stages_per_rank)
-        for factor in set(slowness.tolist()) - {1.0}:
-            slower = self.stage_tables(work, factor).stages(layers)
-            forward, backward = (
-                np.where(slowness == factor, own, usual) for own, usual in zip(slower, (forward, backward), strict=True)
-            )
-        wires = self._links.boundaries(plan, work.hidden_bytes)
-        shared = self._links.groups(plan)
-        pipeline, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
-        compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
+        plan = work.plan
+        passes = [self._passes(work, layers, tables, *replica) for replica in self._replicas(work)]
+        compute, pipeline = (max(seconds) for seconds in list(zip(*passes, strict=True))[:2])
+        ends = np.max([ends for *_, ends in passes], axis=0)
         parameters = stage_parameters(work.config, layers, work.codes).reshape(-1, plan.pp).sum(axis=0)
         calls, per_byte = self._links.all_reduce(plan)
         # begins when a rank has all of its gradients
@@ -221,10 +215,75 @@ class CostModel:
             "loader stall": self.stall_seconds,
         }
 
+    def _replicas(self, work: RankWork) -> set[tuple[int, tuple[float, ...]]]:
+        """Sequences, and slowness of every rank of the pipeline, of replicas that differ."""
+        plan, slowness = work.plan, self._slowness(work.plan)
+        if not plan.shares:  # who has one sequence less does not matter
+            return {(work.batch_sequences, of_ranks) for of_ranks in slowness}
+        return set(zip(plan.sequences(work.whole_batch), slowness, strict=True))
+
+    def _passes(
+        self, work: RankWork, layers: Sequence[int], tables: StageTables, sequences: int, slowness: tuple[float, ...]
+    ) -> tuple[float, float, Floats]:
+        """Seconds of a replica: its slowest rank computes, the whole pipeline, and when each rank is done.
+
+        Args:
+            tables: of the replica that has most sequences.
+        """
+        plan = work.plan
+        if sequences != work.batch_sequences:
+            work = work.of_sequences(sequences)
+            tables = self.stage_tables(work)
+        forward, backward = tables.stages(layers)
+        of_stages = np.tile(slowness, plan.stages_per_rank)
+        for factor in set(slowness) - {1.0}:
+            slower = self.stage_tables(work, factor).stages(layers)
+            forward, backward = (
+                np.where(of_stages == factor, own, usual)
+                for own, usual in zip(slower, (forward, backward), strict=True)
+            )
+        wires = self._links.boundaries(plan, work.hidden_bytes)
+        shared = self._links.groups(plan)
+        seconds, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
+        compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
+        return compute, seconds, ends
+
+    def best_shares(self, work: RankWork, layers: Sequence[int]) -> tuple[int, ...]:
+        """Sequences of every replica that make the slowest as fast as can be, a micro-batch's worth at least.
+
+        One more in each micro-batch goes to who is done first with it: exact, as more never take less time.
+        """
+        num, replicas = work.plan.num_microbatches, self._slowness(work.plan)
+        seconds: dict[tuple[int, tuple[float, ...]], float] = {}
+
+        def ends(which: int, sequences: int) -> float:
+            key = sequences, replicas[which]
+            if key not in seconds:
+                own = work.of_sequences(num * sequences)
+                seconds[key] = self._passes(own, layers, self.stage_tables(own), num * sequences, replicas[which])[1]
+            return seconds[key]
+
+        counts = [1] * len(replicas)  # of a micro-batch
+        next_ends = [(ends(which, 2), which) for which in range(len(replicas))]
+        heapify(next_ends)
+        for _ in range(-(-work.whole_batch // num) - len(replicas)):
+            which = next_ends[0][1]
+            counts[which] += 1
+            heapreplace(next_ends, (ends(which, counts[which] + 1), which))
+        shares = [num * count for count in counts]
+        full = [which for which, count in enumerate(counts) if count > 1]
+        if full:  # where a batch is no multiple of its micro-batches the slowest has what there is
+            shares[max(full, key=lambda which: ends(which, counts[which]))] -= sum(shares) - work.whole_batch
+        return tuple(shares)
+
+    def unequal(self, plan: Plan) -> bool:
+        """Whether the replicas of a plan were measured to be of unequal speed."""
+        return plan.dp > 1 and self._knows_ranks(plan) and len(set(self._slowness(plan))) > 1
+
     def step_bound(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> float:
         """Seconds of a step at least, however the layers are split; ``layers``: the split of least GPipe time."""
         plan = work.plan
-        fastest = float(self._slowness(plan).min())
+        fastest = min(self.slowness) if self._knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
         pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
         counts = np.array([[1.0 if plan.pp > 1 else count, count] for count in layers])
@@ -236,11 +295,16 @@ class CostModel:
         others = self._sharding(work, math.ceil(sum(layers) / len(layers)), most) + self._optimizer(work, most)
         return pipeline + reduced + others + self.stall_seconds
 
-    def _slowness(self, plan: Plan) -> Floats:
-        """Of every rank of a pipeline [pp]: that of the slowest of its replicas."""
-        if len(self.slowness) != plan.world_size:
-            return np.ones(plan.pp)
-        return np.reshape(self.slowness, (plan.pp, -1)).max(axis=1)
+    def _knows_ranks(self, plan: Plan) -> bool:
+        """Whether each of its ranks was measured, as they differ."""
+        return len(self.slowness) == plan.world_size
+
+    def _slowness(self, plan: Plan) -> list[tuple[float, ...]]:
+        """Of every replica, of each rank of its pipeline: that of the slowest of its ring."""
+        if not self._knows_ranks(plan):
+            return plan.dp * [plan.pp * (1.0,)]
+        slowest = np.reshape(self.slowness, (plan.pp, plan.dp, plan.cp)).max(axis=2)
+        return list(map(tuple, slowest.T.tolist()))
 
     @property
     def _gloo(self) -> bool:

@@ -7,7 +7,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
+
 from megagraph import files
+from megagraph.data.batch import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -23,7 +26,9 @@ class Plan:
         cp: ranks over which the nodes of a sequence are spread [P_cp].
         comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, ``"allgather"`` or, of
             listed pairs, ``"halo"``.
-        dp: groups of ranks that take different sequences of a batch [P_dp].
+        dp: groups of ranks that take different sequences of a batch, replicas [P_dp].
+        shares: sequences of a batch that each replica takes, in proportion where it has others; ``()`` for as even as
+            can be.
         layers: layers of every stage [L_i], in the order of the layers; ``()`` for as even as can be, the first
             stages one less.
         stages_per_rank: stage s is on rank s % pp of its pipeline, so that each has this many; virtual stages.
@@ -47,6 +52,7 @@ class Plan:
     cp: int = 1
     comm: Literal["ring", "allgather", "halo"] = "ring"
     dp: int = 1
+    shares: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
     stages_per_rank: int = 1
     num_microbatches: int = 1
@@ -65,6 +71,8 @@ class Plan:
             raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")
         if self.comm == "halo" and self.cp == 1:
             raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
+        if self.shares and (len(self.shares) != self.dp or min(self.shares) < 1):
+            raise ValueError(f"shares must give each of the dp = {self.dp} replicas at least 1, got {self.shares}")
         if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
             raise ValueError(
                 f"layers must give each of the pp * stages_per_rank = {self.pp} * {self.stages_per_rank} stages "
@@ -108,6 +116,7 @@ class Plan:
 
     def __str__(self) -> str:
         words = [f"pp {self.pp}, cp {self.cp}, dp {self.dp}"]
+        words += [f"shares {','.join(map(str, self.shares))}"] if self.shares else []
         if self.pp > 1:
             layers = ",".join(map(str, self.layers)) or "even"
             words += [f"layers {layers}", f"{self.num_microbatches} micro-batches", self.schedule]
@@ -156,12 +165,17 @@ class Plan:
                 f"or pass --plan auto, or a plan of {world_size}"
             )
         self.stages(num_layers)
-        parts = self.dp * self.num_microbatches
-        if batch_sequences % parts:
+        least = min(self.sequences(batch_sequences))
+        if least < self.num_microbatches:
             raise ValueError(
-                f"the sequences of a global batch must be a multiple of dp * num_microbatches = "
-                f"{self.dp} * {self.num_microbatches} = {parts}, got {batch_sequences}"
+                f"every replica must have a sequence for each of num_microbatches = {self.num_microbatches}, got "
+                f"{least} of the {batch_sequences} of a global batch on one of dp = {self.dp}; take fewer of "
+                "either, or a larger batch"
             )
+
+    def sequences(self, batch_sequences: int) -> list[int]:
+        """Of a batch of so many, those of every replica."""
+        return np.diff(deal(batch_sequences, self.shares or (1,) * self.dp)).tolist()
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON."""

@@ -261,18 +261,32 @@ class _Search:
         found = [] if fastest is None else [self._candidate(work, fastest, memory, bound)]
         if lightest != fastest:
             found.append(replace(self._candidate(work, lightest, memory, bound), lightest=True))
+        if found[0].pruned is None and not plan.shares and self.cost.unequal(plan):
+            found.append(self._uneven(found[0]))
         return found
+
+    def _uneven(self, even: Candidate) -> Candidate:
+        """The plan with shares and a split of the layers for ranks of unequal speed, each found for the other."""
+        best, plan = None, even.plan
+        while True:
+            shares = self.cost.best_shares(RankWork.of(self.config, plan, self.given), plan.layers)
+            work = RankWork.of(self.config, replace(plan, shares=shares), self.given)
+            found = replace(self._candidate(work, plan.layers, self._memory(work), math.inf), exact=False)
+            if found.pruned is None:
+                found = self._resplit(self._timed(found), near=True)
+            if best is not None and _rank(found) >= _rank(best):
+                return best
+            best, plan = found, found.plan
 
     def _tables_of(self, work: RankWork) -> StageTables:
         plan = work.plan
-        parts = plan.dp * plan.num_microbatches
-        key = (plan.cp, parts, plan.checkpoint, plan.comm, plan.pp == 1, plan.schedule == "zero_bubble")
+        key = (plan.cp, work.sequences, plan.checkpoint, plan.comm, plan.pp == 1, plan.schedule == "zero_bubble")
         if key not in self._tables:
             self._tables[key] = self.cost.stage_tables(work)
         return self._tables[key]
 
     def _prune(self, plan: Plan) -> str | None:
-        if self.given.batch_sequences % (plan.dp * plan.num_microbatches):
+        if self.given.batch_sequences < plan.dp * plan.num_microbatches:
             return "batch"
         if plan.num_stages > self.config.layers:
             return "layers"
@@ -360,7 +374,7 @@ def _why_nothing_fits(
             f"({given.batch_sequences} sequences), or raise the limit"
         )
     reasons = {
-        "batch": f"dp * num_microbatches must divide the batch of {given.batch_sequences} sequences",
+        "batch": f"dp * num_microbatches must be at most the batch of {given.batch_sequences} sequences",
         "layers": f"pp must be at most the model's {config.layers} layers",
         "tile": f"cp must leave each rank {KERNEL_TILE} of the {given.num_nodes} regular nodes",
         "extrapolated": "every size must have been measured (strict)",

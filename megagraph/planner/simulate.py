@@ -4,14 +4,15 @@ A message starts when both ends have asked for it and its link is free, and has 
 bytes take, less what the link makes up for after it was idle. Several pipelines may share links. A rank asks for what
 it receives when its schedule does: GPipe just before the work that needs it, 1F1B together with what it sends,
 schedules of several stages a rank in time slots, at whose ends all ranks that trade wait for each other. Over gloo the
-receiver says so on the way of its own data, and behind what it sends at the time.
+receiver says so on the way of its own data, behind what it sends at the time, and is heard after a latency: two ranks
+that trade at the same moment do so both ways at once, else one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import cache
 from heapq import heappop, heappush
 from itertools import zip_longest
@@ -40,12 +41,12 @@ class Wait(NamedTuple):
 Program = tuple[Work | Ask | Wait, ...]
 
 
-class Event(Enum):
-    """A rank's work is done, one end of a message is ready, or the message there."""
+class Event(IntEnum):
+    """A message is there, one end of it is ready, or a rank goes on; of what happens at the same time in this order."""
 
-    DONE = auto()
-    READY = auto()
     ARRIVED = auto()
+    READY = auto()
+    GOES_ON = auto()
 
 
 @dataclass(frozen=True)
@@ -182,14 +183,14 @@ class _Simulation:
         self.asked: set[tuple[int, Work]] = set()  # messages of which one end is ready
         self.waiting: dict[tuple[int, Work], list[int]] = {}
         self.drained: dict[Any, float] = {}  # links: when they have sent all that they have to
-        self.events: list[tuple[float, int, Event, int, Work | None]] = []
+        self.events: list[tuple[float, Event, int, int, Work | None]] = []
         self.count = 0
 
     def run(self) -> Timeline:
         for rank in range(len(self.todo)):
-            self.later(0.0, Event.DONE, rank)
+            self.later(0.0, Event.GOES_ON, rank)
         while self.events:
-            time, _, event, rank, message = heappop(self.events)
+            time, event, _, rank, message = heappop(self.events)
             if message is None:
                 self.go_on(rank, time)
             elif event is Event.READY:
@@ -205,7 +206,7 @@ class _Simulation:
         return Timeline(ends, arrivals, latest, self.last_wait)
 
     def later(self, time: float, event: Event, rank: int, message: Work | None = None) -> None:
-        heappush(self.events, (time, self.count, event, rank, message))
+        heappush(self.events, (time, event, self.count, rank, message))
         self.count += 1
 
     def go_on(self, rank: int, time: float) -> None:
@@ -216,7 +217,7 @@ class _Simulation:
             if isinstance(step, Work):
                 end = time + self.seconds[step.backward][step.stage]
                 self.ends[rank // self.pp, step] = self.rank_ends[rank] = end
-                self.later(end, Event.DONE, rank)
+                self.later(end, Event.GOES_ON, rank)
                 return
             if isinstance(step, Ask):
                 self.ask(rank, step, time)
@@ -229,10 +230,10 @@ class _Simulation:
         for message in step.send:
             self.ready(pipeline, message, time)
         for message in step.receive:
-            _, way_back, _ = self.way_of(pipeline, message)
-            free = self.drained.get(way_back, 0.0) if self.behind_data else 0.0
-            if free > time:
-                self.later(free, Event.READY, rank, message)
+            _, way_back, wire = self.way_of(pipeline, message)
+            if self.behind_data:
+                said = max(time, self.drained.get(way_back, 0.0)) + wire.latency
+                self.later(said, Event.READY, rank, message)
             else:
                 self.ready(pipeline, message, time)
 
@@ -260,7 +261,7 @@ class _Simulation:
         for rank in self.waiting.pop((pipeline, message), ()):
             self.missing[rank] -= 1
             if not self.missing[rank]:
-                self.go_on(rank, time)
+                self.later(time, Event.GOES_ON, rank)
 
     def way_of(self, pipeline: int, message: Work) -> tuple[Any, Any, Wire]:
         """The link that a message takes, the one back, and its wire."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from megagraph import files
@@ -89,8 +89,9 @@ class RankWork:
     """What a rank of a plan holds, however the layers are split; paper symbols in brackets.
 
     Args:
-        batch_sequences: sequences of the rank's part of a batch [B / P_dp].
-        sequences: of a micro-batch [b].
+        whole_batch: sequences of a batch [B].
+        batch_sequences: of the largest part that a replica has [B / P_dp].
+        sequences: of a micro-batch of it [b].
         block: regular nodes of a sequence [N' / P_cp].
         away: regular nodes of a sequence that other ranks have.
         rows, columns: nodes of a sequence that the rank computes, and those that they attend to [S, N' + N_s], on
@@ -104,8 +105,9 @@ class RankWork:
 
     config: ModelConfig
     plan: Plan
-    batch_sequences: float
-    sequences: float
+    whole_batch: int
+    batch_sequences: int
+    sequences: int
     block: int
     away: int
     num_super: int
@@ -123,13 +125,15 @@ class RankWork:
         """What a plan leaves each rank of a workload; the plan need not say how the layers are split."""
         block = math.ceil(given.num_nodes / plan.cp)
         rows = block + given.num_super
+        own = max(plan.sequences(given.batch_sequences))
         pairs = given.pairs / plan.cp  # ranks begin where it makes their work equal
         listed = listed_scores(block, given.num_super, pairs) / rows
         return cls(
             config,
             plan,
-            batch_sequences=given.batch_sequences / plan.dp,
-            sequences=given.batch_sequences / (plan.dp * plan.num_microbatches),
+            whole_batch=given.batch_sequences,
+            batch_sequences=own,
+            sequences=-(-own // plan.num_microbatches),
             block=block,
             away=given.num_nodes - block,
             num_super=given.num_super,
@@ -142,6 +146,10 @@ class RankWork:
             dtype=given.dtype,
             codes=config.max_degree + 1 if given.model == "graphormer" else 0,
         )
+
+    def of_sequences(self, number: int) -> RankWork:
+        """The same of a replica that has so many."""
+        return replace(self, batch_sequences=number, sequences=-(-number // self.plan.num_microbatches))
 
     @property
     def number_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -58,26 +59,37 @@ def odd(request, odd_options):
     return builder, (sequences[:4], sequences[4:5])
 
 
+# sequences of a batch of four, and of one, for each dp rank, as a reader deals them out by weights
+DEALT = {(1,): ((4,), (1,)), (1, 1): ((2, 2), (0, 1)), (1, 1, 1): ((1, 1, 2), (0, 0, 1)), (5, 2): ((2, 2), (0, 1))}
+DEALT |= {(3, 1): ((3, 1), (0, 1)), (1, 3): ((1, 3), (0, 1)), (7, 1): ((3, 1), (0, 1))}
 every_layout = pytest.mark.parametrize(
-    ("dp", "cp", "num_microbatches"), [(1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1), (2, 3, 3)]
+    ("weights", "cp", "num_microbatches"),
+    [
+        *(((1,), 2, 1), ((1,), 3, 1), ((1,), 4, 1), ((1, 1), 1, 2), ((1, 1), 2, 1), ((1, 1, 1), 1, 1), ((1, 1), 3, 3)),
+        *(((3, 1), 1, 1), ((1, 3), 2, 2), ((5, 2), 1, 1), ((7, 1), 1, 3)),
+    ],
 )
 
 
-def shares_of(odd, dp, cp, num_microbatches):
+def shares_of(odd, weights, cp, num_microbatches):
     """(whole batch, slice of the sequences of a rank, share) for every rank; of the ragged batch most are empty."""
     builder, items = odd
     mask = np.arange(60) % 5 != 0
     for item in items:
         whole = builder.build(item, mask, np.random.default_rng(0))
         assert whole.batch_size == len(item) and whole.num_targets > 0
-        b = -(-len(item) // (dp * num_microbatches)) * num_microbatches
-        for dp_rank in range(dp):
+        dealt, dp = DEALT[weights][len(item) == 1], len(weights)
+        for dp_rank, number in enumerate(dealt):
+            b = num_microbatches * max(1, math.ceil(number / num_microbatches))
+            start = sum(dealt[:dp_rank])
             for cp_rank in range(cp):
                 share = Share(dp_rank=dp_rank, dp=dp, cp_rank=cp_rank, cp=cp, num_microbatches=num_microbatches)
+                if len(set(weights)) > 1:
+                    share = replace(share, weights=weights)
                 batch = builder.build(item, mask, np.random.default_rng(0), share)
                 assert batch.layout == NodeLayout(whole.layout.num_nodes, whole.layout.num_super, cp_rank, cp)
                 assert (batch.batch_size, batch.num_nodes) == (b, whole.num_nodes)
-                yield whole, slice(dp_rank * b, (dp_rank + 1) * b), batch
+                yield whole, slice(start, start + number), batch
 
 
 def hidden_rows(batch):
@@ -87,8 +99,8 @@ def hidden_rows(batch):
 
 
 @every_layout
-def test_shares_have_their_rows_of_the_structure(odd, dp, cp, num_microbatches):
-    for whole, run, batch in shares_of(odd, dp, cp, num_microbatches):
+def test_shares_have_their_rows_of_the_structure(odd, weights, cp, num_microbatches):
+    for whole, run, batch in shares_of(odd, weights, cp, num_microbatches):
         mask = whole.key_padding_mask[run]
         assert torch.equal(batch.key_padding_mask[: len(mask)], mask)
         empty = batch.key_padding_mask[len(mask) :]
@@ -105,8 +117,8 @@ def test_shares_have_their_rows_of_the_structure(odd, dp, cp, num_microbatches):
 
 
 @every_layout
-def test_shares_have_the_features_they_need(odd, dp, cp, num_microbatches):
-    for whole, run, batch in shares_of(odd, dp, cp, num_microbatches):
+def test_shares_have_the_features_they_need(odd, weights, cp, num_microbatches):
+    for whole, run, batch in shares_of(odd, weights, cp, num_microbatches):
         slots = batch.layout.local_to_global[:-2]  # global tokens have no features
         hidden = hidden_rows(batch)[:, :-2]
         assert batch.node_index.shape == hidden.shape and (batch.node_index[hidden] == 0).all()
@@ -136,21 +148,23 @@ def test_a_rank_with_an_empty_sequence_reads_no_rows():
     (sequences,) = builder.plan(np.arange(60), 1, None)
     arguments = (sequences, np.ones(60, bool), np.random.default_rng(0))
     assert sorted(builder.build(*arguments).node_ids.tolist()) == list(range(60))
-    first, second = (builder.build(*arguments, Share(dp_rank=rank, dp=2)) for rank in range(2))
+    second, first = (builder.build(*arguments, Share(dp_rank=rank, dp=2)) for rank in range(2))
     assert sorted(first.node_ids.tolist()) == list(range(60))
     assert len(second.node_ids) > 0 and (second.node_ids == -1).all()
 
 
 @every_layout
-def test_labels_of_all_shares_are_those_of_the_batch(odd, dp, cp, num_microbatches):
+def test_labels_of_all_shares_are_those_of_the_batch(odd, weights, cp, num_microbatches):
     found = {}
-    for whole, run, batch in shares_of(odd, dp, cp, num_microbatches):
+    for whole, run, batch in shares_of(odd, weights, cp, num_microbatches):
         assert batch.num_targets == whole.num_targets
-        assert batch.sequence_ids.tolist() == list(range(run.start, run.stop))
+        own = list(range(run.start, run.stop))
+        assert batch.sequence_ids.tolist() == own + [whole.batch_size] * (batch.batch_size - len(own))
         for name in ("labels", "target_nodes"):
-            found.setdefault((whole.batch_size, name, run.start), []).append(getattr(batch, name))
+            key = whole.batch_size, name, run.start, run.stop
+            found.setdefault(key, []).append(getattr(batch, name))
             if batch.layout.rank == cp - 1:
-                blocks = torch.cat(found[whole.batch_size, name, run.start], dim=1)
+                blocks = torch.cat(found.pop(key), dim=1)
                 expected = getattr(whole, name)[run]
                 assert torch.equal(blocks[: len(expected)], expected) and (blocks[len(expected) :] == -1).all()
 
@@ -165,9 +179,9 @@ def test_loader_gives_the_shares_of_its_batches(graph):
         ids = torch.cat([share.sequence_ids for share in shares])
         nodes = torch.cat([share.features[share.node_index][:, 1:5] for share in shares])
         hidden = batch.key_padding_mask[:, 1:5]
-        assert ids[: batch.batch_size].tolist() == batch.sequence_ids.tolist()
+        assert ids[ids < batch.batch_size].tolist() == batch.sequence_ids.tolist()
         expected = batch.features[batch.node_index][:, 1:5]
-        assert torch.equal(nodes[: batch.batch_size][~hidden], expected[~hidden])
+        assert torch.equal(nodes[ids < batch.batch_size][~hidden], expected[~hidden])
 
 
 def test_a_target_sees_the_same_nodes_whoever_stands_beside_it(graph):
@@ -188,10 +202,10 @@ def test_shares_sample_their_own_targets_only(graph, monkeypatch):
     asked = []
     call = Pagerank.__call__
     monkeypatch.setattr(Pagerank, "__call__", lambda self, sources: asked.append(sources) or call(self, sources))
-    for rank in range(3):  # 30 sequences in runs of 12: targets may be split, and the last rank has empty sequences
+    for rank in range(3):  # 10 of 30 sequences each: targets may be split, and two empty ones fill four runs
         share = Share(dp_rank=rank, dp=3, num_microbatches=4)
         builder.build(np.arange(10), np.ones(400, bool), np.random.default_rng(0), share)
-    assert [sources.tolist() for sources in asked] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 8, 9]]
+    assert [sources.tolist() for sources in asked] == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
 
 
 def test_a_share_that_does_not_embed_lacks_the_features_only(odd):
@@ -215,6 +229,8 @@ def test_a_share_that_does_not_embed_lacks_the_features_only(odd):
         ({"dp_rank": 2, "dp": 2}, r"expected dp_rank in 0\.\.dp - 1 = 1, got 2"),
         ({"cp_rank": -1}, r"expected cp_rank in 0\.\.cp - 1 = 0, got -1"),
         ({"num_microbatches": 0}, "expected num_microbatches >= 1, got 0"),
+        ({"weights": (1, 1)}, r"expected dp = 1 weights of at least 1, got \(1, 1\)"),
+        ({"dp": 2, "weights": (0, 1)}, r"expected dp = 2 weights of at least 1, got \(0, 1\)"),
     ],
 )
 def test_share_refuses(options, message):

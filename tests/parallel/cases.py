@@ -85,6 +85,14 @@ SCHEDULES = {
     ),
     "accumulated-dp": (mg.Plan(dp=2, num_microbatches=2), "learned", "fp64"),
     "accumulated-cp": (mg.Plan(cp=2, num_microbatches=4, checkpoint=True, shard=True), "cluster", "fp64"),
+    "uneven-dp": (mg.Plan(dp=2, shares=(11, 5)), "ego", "fp64"),
+    "uneven-dp-3": (mg.Plan(dp=3, shares=(1, 2, 1), shard=True), "cluster", "fp64"),
+    "uneven-cp": (mg.Plan(cp=2, dp=2, shares=(1, 3)), "cluster", "fp64"),
+    "uneven-accumulated": (mg.Plan(dp=2, shares=(3, 1), num_microbatches=3, checkpoint=True), "learned", "fp64"),
+    "uneven-pp": (
+        mg.Plan(pp=2, dp=2, shares=(5, 11), layers=(1, 2), num_microbatches=3, schedule="1f1b"), "ego", "fp64"
+    ),
+    "odd-dp": (mg.Plan(dp=3), "ego", "fp64"),
     "checkpoint-dp": (mg.Plan(cp=2, dp=2, checkpoint=True), "graphormer", "fp64"),
     "gpipe-4": (mg.Plan(pp=4, layers=(1, 2, 1, 1), num_microbatches=4, checkpoint=True), "cluster", "fp32"),
     "full-halo": (mg.Plan(cp=2, comm="halo"), "full", "fp64"),
@@ -264,8 +272,12 @@ BAD_PLANS = {
         r"pp \* stages_per_rank must be at most the number of layers, 1, got 2 \* 1",
     ),
     "batch": (
-        dict(plan="2,1,1", microbatches=3),
-        r"a global batch must be a multiple of dp \* num_microbatches = 1 \* 3 = 3, got 16",
+        dict(plan="2,1,1", microbatches=17),
+        "every replica must have a sequence for each of num_microbatches = 17, got 16 of the 16 of a global batch",
+    ),
+    "shares": (
+        dict(plan="1,1,2", shares="15,1", microbatches=2),
+        "every replica must have a sequence for each of num_microbatches = 2, got 1 of the 16 of a global batch on one",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
     "batches": (dict(plan="1,1,2", bias="bucket", max_distance=200), r"expected max_distance in 1\.\.124, got 200"),

@@ -124,7 +124,7 @@ BAD = {
     "half a process": (searched(world_size=1.5), "world_size must be an integer of at least 1, got 1.5"),
     "prime": (
         searched(world_size=67),
-        r"no plan of 67 processes is possible: dp \* num_microbatches must divide the batch of 64 sequences "
+        r"no plan of 67 processes is possible: dp \* num_microbatches must be at most the batch of 64 sequences "
         r"\(\d+ plans\); pp must be at most the model's 6 layers",
     ),
     "no memory": (searched(memory_limit_bytes=0), "memory_limit_bytes must be above 0, got 0"),

@@ -145,6 +145,7 @@ def ticks(
     finished = [False] * len(programs)
     sends, receives, arrived = set(), set(), set()
     announcing: list[tuple[Name, set[Name]]] = []
+    told: list[tuple[Name, int]] = []  # of what its sender hears of at a tick
     queues: dict[tuple[int, int], list[Name]] = {}
     on_link: dict[tuple[int, int], tuple[Name, int]] = {}
     flying: list[tuple[Name, int]] = []
@@ -167,6 +168,11 @@ def ticks(
             for name, before in list(announcing):
                 if not before & leaving:
                     announcing.remove((name, before))
+                    told.append((name, tick + (wire(name)[3] if behind_data else 0)))
+                    changed = True
+            for name, when in list(told):
+                if when <= tick:
+                    told.remove((name, when))
                     receives.add(name)
                     changed = True
             for name in sorted(sends & receives):
