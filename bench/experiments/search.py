@@ -7,8 +7,9 @@ has imported everything and remembers none of them.
 
 Gaps: PROBLEMS small ones, drawn with seed 0: a machine whose coefficients lie up to a factor of ten around those of a
 CPU core, on one host or on several, 1 to 8 processes, 2 to 7 layers, 1 to 16 sequences, replicated or sharded, and
-memory that holds few of the plans, half of them, or all. Every plan with every split of its layers is run on paper. The
-search must find the best (GAP), a plan where there is one, and no plan may be faster than its bound.
+memory that holds few of the plans, half of them, or all; of UNEQUAL, in a third of the problems, each process has a
+speed of its own. Every plan with every split of its layers, and for these every share of the sequences, is run on
+paper. The search must find the best (GAP), a plan where there is one, and no plan may be faster than its bound.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from megagraph.planner.split import balance
 TIMED = ((96, 1024, 1024, 3.0), (512, 1024, 1024, 15.0), (96, 5040, 5040, 15.0), (32, 4, 64, 0.2))
 """Layers, processes, sequences, seconds that it may take."""
 PROBLEMS, GAP = 400, 0.01
+UNEQUAL = ((2, 6, 12), (3, 5, 8), (4, 4, 8))  # processes, layers, sequences, at most
 REPEATS = 3
 WORKLOAD = Workload(batch_sequences=16, num_nodes=1024, num_super=64, num_targets=1024)
 SECONDS = {
@@ -82,14 +84,18 @@ def everything(
 ) -> Iterator[tuple[float, float, Plan]]:
     """Seconds, bytes and plan, of every plan with every split."""
     for shape in shapes(config, world_size, workload, fixed):
-        parts = shape.dp * shape.num_microbatches
-        if shape.num_stages > config.layers or workload.batch_sequences % parts:
+        num, sequences = shape.num_microbatches, workload.batch_sequences
+        if shape.num_stages > config.layers or sequences < shape.dp * num:
             continue
         if shape.cp > 1 and workload.num_nodes / shape.cp < KERNEL_TILE:
             continue
         for cuts in combinations(range(1, config.layers), shape.num_stages - 1):
-            plan = replace(shape, layers=tuple(b - a for a, b in pairwise((0, *cuts, config.layers))))
-            yield cost.step_seconds(config, plan, workload), max(cost.memory_bytes(config, plan, workload)), plan
+            split = tuple(b - a for a, b in pairwise((0, *cuts, config.layers)))
+            dealt = combinations(range(1, sequences), shape.dp - 1) if cost.slowness else ()
+            shares = [tuple(b - a for a, b in pairwise((0, *ends, sequences))) for ends in dealt]
+            for given in [(), *(given for given in shares if min(given) >= num)]:
+                plan = replace(shape, layers=split, shares=given)
+                yield cost.step_seconds(config, plan, workload), max(cost.memory_bytes(config, plan, workload)), plan
 
 
 def times() -> list[dict[str, Any]]:
@@ -123,8 +129,13 @@ def gaps() -> list[dict[str, Any]]:
     for problem in range(PROBLEMS):
         world_size, layers = rng.randint(1, 8), rng.randint(2, 7)
         per_node = rng.choice([None, 1, 2])
-        cost, config = machine(problem, spread=10.0, per_node=per_node), model(layers)
-        workload = replace(WORKLOAD, batch_sequences=rng.choice([1, 2, 4, 6, 8, 12, 16]))
+        sequences = rng.choice([1, 2, 4, 6, 7, 8, 12, 16])
+        cost = machine(problem, spread=10.0, per_node=per_node)
+        if rng.random() < 1 / 3:
+            world_size, *most = rng.choice(UNEQUAL)
+            layers, sequences = min(layers, most[0]), min(sequences, most[1])
+            cost = replace(cost, slowness=tuple(rng.choice([1.0, 1.3, 2.0, 3.5]) for _ in range(world_size)))
+        config, workload = model(layers), replace(WORKLOAD, batch_sequences=sequences)
         fixed = {"shard": rng.random() < 0.3}
         plans = list(everything(cost, config, workload, world_size, fixed))
         sizes = sorted(size for _, size, _ in plans)

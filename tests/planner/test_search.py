@@ -25,7 +25,7 @@ def cost():
 def everything(cost, world_size):
     """(seconds, bytes, plan) of every plan with every split."""
     for shape in shapes(CONFIG, world_size, cost.workload, {}):
-        if shape.num_stages > CONFIG.layers or cost.workload.batch_sequences % (shape.dp * shape.num_microbatches):
+        if shape.num_stages > CONFIG.layers or cost.workload.batch_sequences < shape.dp * shape.num_microbatches:
             continue
         for split in all_splits(CONFIG.layers, shape.num_stages):
             plan = replace(shape, layers=split)
