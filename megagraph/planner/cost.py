@@ -278,12 +278,12 @@ class CostModel:
 
     def unequal(self, plan: Plan) -> bool:
         """Whether the replicas of a plan were measured to be of unequal speed."""
-        return plan.dp > 1 and self._knows_ranks(plan) and len(set(self._slowness(plan))) > 1
+        return plan.dp > 1 and self.knows_ranks(plan) and len(set(self._slowness(plan))) > 1
 
     def step_bound(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> float:
         """Seconds of a step at least, however the layers are split; ``layers``: the split of least GPipe time."""
         plan = work.plan
-        fastest = min(self.slowness) if self._knows_ranks(plan) else 1.0
+        fastest = min(self.slowness) if self.knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
         pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
         counts = np.array([[1.0 if plan.pp > 1 else count, count] for count in layers])
@@ -295,13 +295,13 @@ class CostModel:
         others = self._sharding(work, math.ceil(sum(layers) / len(layers)), most) + self._optimizer(work, most)
         return pipeline + reduced + others + self.stall_seconds
 
-    def _knows_ranks(self, plan: Plan) -> bool:
+    def knows_ranks(self, plan: Plan) -> bool:
         """Whether each of its ranks was measured, as they differ."""
         return len(self.slowness) == plan.world_size
 
     def _slowness(self, plan: Plan) -> list[tuple[float, ...]]:
         """Of every replica, of each rank of its pipeline: that of the slowest of its ring."""
-        if not self._knows_ranks(plan):
+        if not self.knows_ranks(plan):
             return plan.dp * [plan.pp * (1.0,)]
         slowest = np.reshape(self.slowness, (plan.pp, plan.dp, plan.cp)).max(axis=2)
         return list(map(tuple, slowest.T.tolist()))

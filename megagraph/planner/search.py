@@ -320,7 +320,7 @@ class _Search:
         return Candidate(
             plan=replace(work.plan, layers=split),
             step_seconds=bound,
-            exact=work.plan.pp == 1,
+            exact=work.plan.pp == 1 and not self.cost.knows_ranks(work.plan),
             peak_bytes=peak,
             tightest=tightest,
             pruned="memory" if peak > self.limit else None,

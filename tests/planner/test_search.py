@@ -46,6 +46,42 @@ def test_the_best_plan_is_the_best_of_all(cost, world_size):
         assert found.best.peak_bytes == pytest.approx(max(cost.memory_bytes(CONFIG, found.best.plan)), rel=1e-12)
 
 
+@pytest.mark.parametrize("slowness", [(1.0, 2.0), (1.0, 1.0, 3.0), (1.3, 1.0, 2.0, 3.5), (2.0, 2.0, 1.0, 1.0)])
+def test_ranks_of_unequal_speed_get_the_best_of_all_shares_and_splits(cost, slowness):
+    few = replace(cost.workload, batch_sequences=7)
+    unequal = replace(cost, slowness=slowness, workload=few)
+    plans = []
+    for _, _, plan in everything(replace(cost, workload=few), len(slowness)):
+        plans.append(plan)
+        shares = all_splits(few.batch_sequences, plan.dp)
+        plans += [replace(plan, shares=given) for given in shares if min(given) >= plan.num_microbatches]
+    found = mg.planner.search(unequal, CONFIG, len(slowness), PLENTY).best
+    assert found.step_seconds == pytest.approx(min(unequal.step_seconds(CONFIG, plan) for plan in plans), rel=1e-9)
+    assert found.step_seconds == pytest.approx(unequal.step_seconds(CONFIG, found.plan), rel=1e-12)
+    alike = mg.planner.search(replace(cost, workload=few), CONFIG, len(slowness), PLENTY)
+    assert not any(candidate.plan.shares for candidate in alike.candidates)
+
+
+def test_a_step_is_that_of_the_slowest_replica(cost):
+    """By its own sequences and speed; the bytes are those of the one that has most."""
+    given = replace(cost, workload=replace(cost.workload, batch_sequences=7), slowness=(1.0, 3.0))
+
+    def alone(sequences):
+        workload = replace(given.workload, batch_sequences=sequences)
+        return cost.explain(CONFIG, mg.Plan(), workload)["slowest rank computes"]
+
+    terms = given.explain(CONFIG, mg.Plan(dp=2, shares=(5, 2)))
+    assert terms["slowest rank computes"] == pytest.approx(max(alone(5), 3 * alone(2)), rel=1e-12)
+    ten = replace(given.workload, batch_sequences=10)
+    assert given.memory_bytes(CONFIG, mg.Plan(dp=2, shares=(5, 2))) == given.memory_bytes(CONFIG, mg.Plan(dp=2), ten)
+    # of 7 sequences dealt evenly, one has 4, and one of three 3
+    eight, nine = (replace(given.workload, batch_sequences=number) for number in (8, 9))
+    for dp, filled in ((2, eight), (3, nine)):
+        assert cost.step_seconds(CONFIG, mg.Plan(dp=dp), given.workload) == pytest.approx(
+            cost.step_seconds(CONFIG, mg.Plan(dp=dp), filled), rel=1e-12
+        )
+
+
 def test_every_candidate_is_there_and_says_why_it_is_not(cost):
     found = mg.planner.search(cost, CONFIG, 8, PLENTY)
     assert {(c.plan.pp, c.plan.cp, c.plan.dp) for c in found.candidates} == {
