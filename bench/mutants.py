@@ -2,6 +2,7 @@
 
     python -m bench.mutants                 # all of them
     python -m bench.mutants --quick         # by the tests of README's command, without the slow ones
+    python -m bench.mutants --plans         # those of the planner and of the shares of a batch
     python -m bench.mutants --draw-seed 0   # the candidates of that seed, from which DRAWN was taken
 
 Each goes on where it was stopped. The tests of the changed file come first, up to the first failure; a mutant that
@@ -29,6 +30,7 @@ from typing import Any
 import tyro
 
 from bench.mutant_list import AREAS, MUTANTS, Mutant
+from bench.mutant_plans import PLANS_AND_SHARES
 from bench.provenance import RESULTS, write_rows
 from megagraph.provenance import provenance
 
@@ -144,21 +146,22 @@ def draw(seed: int, of_each_area: int = 8) -> Iterator[str]:
             yield f"{path}:{node.lineno} {name}\n  - {line.decode().strip()}\n  + {changed.decode().strip()}"
 
 
-def main(quick: bool = False, draw_seed: int | None = None, at_most: int | None = None) -> None:
+def main(quick: bool = False, plans: bool = False, draw_seed: int | None = None, at_most: int | None = None) -> None:
     """Judge ``at_most`` of the mutants that these files of the package have no row of."""
+    name, mutants = ("mutants-plans", PLANS_AND_SHARES) if plans else ("mutants", MUTANTS)
     if draw_seed is not None:
         print("\n".join(draw(draw_seed)))
         return
-    path, tree = RESULTS / "cpu" / "mutants.json", provenance()["tree"]
+    path, tree = RESULTS / "cpu" / f"{name}.json", provenance()["tree"]
     rows = [row for row in json.loads(path.read_text()) if row["tree"] == tree] if path.exists() else []
     done = {(row["mutant"], row["file"]) for row in rows if row["quick"] == quick}
     sound: dict[tuple[str, ...], Said] = {}
     with tempfile.TemporaryDirectory() as place:
         root = Path(place) / "copy"
         subprocess.run(["git", "clone", "-q", ROOT, root], check=True)
-        for mutant in [mutant for mutant in MUTANTS if (mutant.name, mutant.file) not in done][:at_most]:
+        for mutant in [mutant for mutant in mutants if (mutant.name, mutant.file) not in done][:at_most]:
             rows.append(judge(root, mutant, quick, sound))
-            write_rows("mutants", rows, folder="cpu")
+            write_rows(name, rows, folder="cpu")
             print(f"{mutant.name} ({mutant.file}): {rows[-1]['killed_by'] or 'SURVIVES'}", flush=True)
     counts = Counter(row["suite"] for row in rows if row["quick"] == quick)
     found = {suite: counts[suite] for suite in ("file", "quick", "slow")}

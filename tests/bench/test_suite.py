@@ -17,6 +17,7 @@ import torch
 from bench import compile_report, measure, tables, tune
 from bench.floors import RATES, floor
 from bench.mutant_list import MUTANTS
+from bench.mutant_plans import PLANS_AND_SHARES
 from bench.peers import CONTENDERS, Contender, _torch, eager
 from bench.shapes import Case, square
 
@@ -231,8 +232,9 @@ def test_our_own_errors_are_not_rows(monkeypatch):
 
 
 def test_mutants_change_one_place_and_are_programs(tmp_path):
-    assert len({(mutant.name, mutant.file) for mutant in MUTANTS}) == len(MUTANTS) == 40
-    for mutant in MUTANTS:
+    every = (*MUTANTS, *PLANS_AND_SHARES)
+    assert len({(mutant.name, mutant.file) for mutant in every}) == len(every) == 76
+    for mutant in every:
         copy = tmp_path / mutant.file
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text((ROOT / mutant.file).read_text())
