@@ -143,7 +143,9 @@ AUDITED = (
         "_behind(visit, hop_of_gradients) + hop_of_gradients.total",
         "_behind(visit, hop_of_gradients)",
     ),
-    Mutant("no headroom", "megagraph/planner/search.py", "self.limit = limit * (1 - HEADROOM)", "self.limit = limit"),
+    Mutant(
+        "no headroom", "megagraph/planner/search.py", "self.limits = limits * (1 - HEADROOM)", "self.limits = limits"
+    ),
     Mutant(
         "all-reduce over dp alone",
         "megagraph/planner/links.py",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megagraph.data.build import Builder
 from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
-from megagraph.parallel.mesh import on_every_rank, on_rank_zero, rank, world_size
+from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, rank, world_size
 from megagraph.planner.fitting import fit
 from megagraph.planner.profile import FIT_ERROR, predicts, profile
 from megagraph.planner.rows import Row
@@ -97,7 +99,9 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
         if getattr(config, field) != getattr(default, field):
             fixed[name] = getattr(config, field)
     fixed["shard"] = config.shard
-    memory_bytes = default_memory_bytes(device) if config.memory_gib is None else config.memory_gib * 2**30
+    given = math.inf if config.memory_gib is None else config.memory_gib * 2**30
+    # the program may be larger on one rank
+    limit = min(all_gather(on_every_rank(lambda: memory_bytes(device, given))))
 
     def find() -> Candidate:
         cost = fit(rows)
@@ -109,7 +113,7 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
                 "--any-fit to search with it"
             )
         model, workload = cost.profiled()
-        return search(cost, model, world_size(), memory_bytes, workload=workload, fixed=fixed).best
+        return search(cost, model, world_size(), limit, workload=workload, fixed=fixed).best
 
     best = on_rank_zero(find)
     plan = best.plan
@@ -123,9 +127,39 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
     return best
 
 
-def default_memory_bytes(device: torch.device) -> float:
-    """What a process may use where nobody says: a GPU's memory, or this machine's, shared by its processes."""
+def memory_bytes(device: torch.device, given: float = math.inf) -> float:
+    """What the tensors of a process may take, of ``given`` bytes and of what there is: of a GPU what nobody has, of the
+    machine or its control group a part for each process here, without the program itself.
+
+    Raises:
+        ValueError: the program takes all of it.
+    """
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(given, float(free + torch.cuda.memory_reserved(device)))
+    page = os.sysconf("SC_PAGE_SIZE")
+    there = min(float(page * os.sysconf("SC_PHYS_PAGES")), _group_limit())
+    program = page * int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    given = min(given, there / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if given <= program:
+        raise ValueError(
+            f"a process must have more than the {program / 2**30:.2f} GiB that it takes already, got "
+            f"{given / 2**30:.2f} GiB; raise --memory-gib, or start fewer processes on this machine"
+        )
+    return given - program
+
+
+def _group_limit(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that the control groups of this process may take."""
+    limits = [math.inf]
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        place, name = (mounted, "memory.max") if number == "0" else (mounted / "memory", "memory.limit_in_bytes")
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        own = place / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(place) and (folder / name).is_file():
+                with suppress(OSError, ValueError):  # "max"
+                    limits.append(float(int((folder / name).read_text())))
+    return min(limits)

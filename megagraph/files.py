@@ -134,7 +134,7 @@ def typed(kind: type[T], values: Any, what: str) -> T:
         raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {values}")
     fields = {}
     for name, value in values.items():
-        if isinstance(value, str) and Path in get_args(hints[name]):
+        if isinstance(value, str) and Path in (hints[name], *get_args(hints[name])):
             value = Path(value)
         if isinstance(value, list) and get_origin(hints[name]) is tuple:
             value = tuple(value)

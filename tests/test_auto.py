@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import os
 import random
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,8 +104,43 @@ def test_every_candidate_of_a_search_comes_back_too(rows):
 
 def test_nothing_fits(rows, monkeypatch):
     monkeypatch.setattr(auto, "world_size", lambda: 4)
+    monkeypatch.setattr(auto, "memory_bytes", lambda device, given: 0.01 * 2**30)
     with pytest.raises(mg.planner.NoFeasiblePlan, match=r"no plan of 4 processes fits 0\.01 GiB"):
-        auto.choose(mg.TrainConfig(plan="auto", memory_gib=0.01), rows, CPU)
+        auto.choose(mg.TrainConfig(plan="auto"), rows, CPU)
+
+
+def test_what_a_process_may_take_is_less_the_program_itself(tmp_path, monkeypatch):
+    """Of its part of the machine, or of its control group, or of what is given: the least."""
+    resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    program, slack = 1024 * int(resident.split()[1]), 2**26
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(auto, "_group_limit", lambda: math.inf)
+    for processes in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        assert auto.memory_bytes(CPU) == pytest.approx(there / processes - program, abs=slack)
+        assert auto.memory_bytes(CPU, program + 2**30) == pytest.approx(2**30, abs=slack)
+    monkeypatch.setattr(auto, "_group_limit", lambda: float(4 * (program + 2**29)))
+    assert auto.memory_bytes(CPU) == pytest.approx(2**29, abs=slack)
+    with pytest.raises(ValueError, match=r"more than the \d\.\d\d GiB that it takes already, got 0\.01 GiB"):
+        auto.memory_bytes(CPU, 0.01 * 2**30)
+
+
+def test_limits_of_control_groups(tmp_path):
+    """Of both versions, and of the groups around: the least there is."""
+    groups, mounted = tmp_path / "cgroup", tmp_path / "fs"
+    for place, text in (
+        ("memory.max", "max"),
+        ("a/memory.max", "7000"),
+        ("a/b/memory.max", "9000"),
+        ("memory/old/memory.limit_in_bytes", "8000"),
+        ("cpu/old/memory.limit_in_bytes", "1"),
+    ):
+        (mounted / place).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / place).write_text(text + "\n")
+    for lines, expected in (("0::/a/b", 7000), ("3:cpu:/old\n2:memory:/old", 8000), ("0::/", math.inf), ("", math.inf)):
+        groups.write_text(lines + "\n" * bool(lines))
+        assert auto._group_limit(groups, mounted) == expected
+    assert auto._group_limit(tmp_path / "none", mounted) == math.inf
 
 
 def test_a_profile_that_does_not_predict_itself_is_refused_unless_it_is_asked_for(rows, monkeypatch):

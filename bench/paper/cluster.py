@@ -106,7 +106,7 @@ def worker(name: tyro.conf.Positional[str]) -> None:
     chosen: list[Any] = [None, None]
     if rank == 0:
         cost = fit(profiled)
-        limit = auto.default_memory_bytes(real_plans.DEVICE)
+        limit = auto.memory_bytes(real_plans.DEVICE)
         best = search(cost, cost.profiled()[0], bed.ranks, limit).best.plan
         best = replace(best, layers=best.layers if best.pp > 1 else ())  # as the lists have it
         listed = TWO if bed.ranks == 2 else FOUR

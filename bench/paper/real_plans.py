@@ -161,7 +161,7 @@ def _worker(rank: int, folder: str) -> None:
     chosen: list[Any] = [None, None]
     if rank == 0:
         cost = fit(profiled)
-        best = search(cost, cost.profiled()[0], RANKS, auto.default_memory_bytes(DEVICE)).best.plan
+        best = search(cost, cost.profiled()[0], RANKS, auto.memory_bytes(DEVICE)).best.plan
         plans = PLANS if best in PLANS else (*PLANS, best)
         chosen = [plans, best]
         rows = predict(cost, plans)

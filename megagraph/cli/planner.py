@@ -11,7 +11,8 @@ import tyro
 
 from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
-from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank
+from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank, world_size
+from megagraph.planner.cluster import Cluster, Nodes, is_cluster
 from megagraph.planner.cost import CostModel
 from megagraph.planner.plan import ScheduleName
 from megagraph.planner.rows import bench_rows, load_rows, save_rows
@@ -26,6 +27,7 @@ _MAX_SECONDS = 86400  # a day
 def profile(
     config: Annotated[TrainConfig, tyro.conf.arg(name="")],
     rows: Path = Path("profile.json"),
+    cluster: Path = Path("cluster.json"),
     seconds: float = 60.0,
     cache: bool = True,
 ) -> Job:
@@ -33,6 +35,8 @@ def profile(
 
     Args:
         rows: file to write, a JSON list.
+        cluster: another one, which names what this runs on, for cost.json of ``megagraph fit`` beside it; one that is
+            there stays as it is.
         seconds: about how long it may take.
         cache: read and keep profiles in ~/.cache/megagraph, by device, versions, model and workload.
     """
@@ -41,7 +45,7 @@ def profile(
         raise ValueError(f"seconds must be above 0 and at most {_MAX_SECONDS}, got {seconds}")
 
     def job() -> None:
-        from megagraph.auto import CACHE, measure
+        from megagraph.auto import CACHE, measure, memory_bytes
         from megagraph.evaluate import as_graph, batches, choose_split
 
         device = on_every_rank(config.torch_device)
@@ -51,8 +55,14 @@ def profile(
         measured = measure(config, graph, builder, nodes, device, seconds=seconds, cache=CACHE if cache else None)
         if rank() == 0:
             save_rows(rows, measured)
-            links = any(row["kind"] == "transfer" for row in measured)
             print(f"{rows}: {len(measured)} rows of {measured[0]['device']}")
+            if not cluster.exists():
+                devices, memory = int(measured[0]["ranks_per_node"]), memory_bytes(device)
+                count = max(1, world_size() // devices)
+                here = Nodes(count=count, devices=devices, cost=Path("cost.json"), memory_gib=memory / 2**30)
+                Cluster(nodes=(here,)).save(cluster)
+                print(f"{cluster}: {count} x {devices} of it, {memory / 2**30:.3g} GiB each")
+            links = any(row["kind"] == "transfer" for row in measured)
             if not links:
                 print("communication was not measured: this is one process; start it with torchrun to measure links")
 
@@ -135,7 +145,8 @@ class Wanted:
     """What a search is asked for, and where its answer goes.
 
     Args:
-        memory_gib: what a process may use.
+        world_size: processes; of a cluster all its devices, or its first ones.
+        memory_gib: what a process may use; of a cluster as it says.
         pp, cp, dp, microbatches, schedule: fix a part of the plan.
         batch_sequences, layers: another batch or depth than the profile's.
         strict: refuse plans that need sizes outside the measured ones.
@@ -143,8 +154,8 @@ class Wanted:
         out: plan file to write.
     """
 
-    world_size: int
-    memory_gib: float
+    world_size: int | None = None
+    memory_gib: float | None = None
     pp: int | None = None
     cp: int | None = None
     dp: int | None = None
@@ -161,11 +172,11 @@ def search(cost: tyro.conf.Positional[Path], /, wanted: Annotated[Wanted, tyro.c
     """Find the plan of least step time for a number of processes, from a cost model alone.
 
     Args:
-        cost: file of ``megagraph fit``.
+        cost: file of ``megagraph fit``, or a cluster.json that names some.
     """
 
     def job() -> None:
-        model, workload, result = run_search(CostModel.load(cost), wanted)
+        model, workload, result = run_search(cost, wanted)
         print(table(result))
         if wanted.explain is not None:
             print(explanation(model, workload, result, wanted.explain))
@@ -176,8 +187,23 @@ def search(cost: tyro.conf.Positional[Path], /, wanted: Annotated[Wanted, tyro.c
     return Job(job)
 
 
-def run_search(cost: CostModel, wanted: Wanted) -> tuple[CostModel, Workload, SearchResult]:
-    """A search for the model and workload of the profile, or of another batch or depth."""
+def run_search(path: Path, wanted: Wanted) -> tuple[CostModel, Workload, SearchResult]:
+    """A search for the model and workload of the profile, or of another batch or depth.
+
+    Raises:
+        ValueError: a cost model does not say how many processes there are, or what they may use.
+    """
+    limits: float | list[float]
+    if is_cluster(path):
+        cluster = Cluster.load(path)
+        world_size = cluster.world_size if wanted.world_size is None else wanted.world_size
+        cost, limits = cluster.cost_model(world_size), cluster.memory_bytes(world_size)
+        if wanted.memory_gib is not None:
+            limits = wanted.memory_gib * 2**30
+    elif wanted.world_size is None or wanted.memory_gib is None:
+        raise ValueError(f"world_size and memory_gib must be given with a cost model, which is of one device: {path}")
+    else:
+        cost, world_size, limits = CostModel.load(path), wanted.world_size, wanted.memory_gib * 2**30
     model, workload = cost.profiled()
     if wanted.batch_sequences is not None:
         workload = replace(workload, batch_sequences=wanted.batch_sequences)
@@ -186,8 +212,7 @@ def run_search(cost: CostModel, wanted: Wanted) -> tuple[CostModel, Workload, Se
     asked = {name: getattr(wanted, name) for name in ("pp", "cp", "dp", "schedule")}
     asked["num_microbatches"] = wanted.microbatches
     fixed = {name: value for name, value in asked.items() if value is not None}
-    limit = wanted.memory_gib * 2**30
-    result = search_plans(cost, model, wanted.world_size, limit, workload=workload, fixed=fixed, strict=wanted.strict)
+    result = search_plans(cost, model, world_size, limits, workload=workload, fixed=fixed, strict=wanted.strict)
     return replace(cost, model=model), workload, result
 
 

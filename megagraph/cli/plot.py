@@ -10,6 +10,7 @@ import tyro
 
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
+from megagraph.planner.cluster import Cluster
 from megagraph.planner.cost import CostModel
 from megagraph.planner.plan import Plan
 from megagraph.planner.rows import check_rows
@@ -116,21 +117,59 @@ def plot_costmodel(
 
 
 def plot_pareto(
-    cost: tyro.conf.Positional[Path], /, *, world_size: int, memory_gib: float, out: Path = Path("pareto.png")
+    cost: tyro.conf.Positional[Path],
+    /,
+    *,
+    world_size: int | None = None,
+    memory_gib: float | None = None,
+    out: Path = Path("pareto.png"),
 ) -> Job:
     """Draw step time and memory of all plans of a search.
 
     Args:
-        cost: file of ``megagraph fit``.
-        memory_gib: what a process may use.
+        cost: file of ``megagraph fit``, or a cluster.json that names some.
+        world_size: processes; of a cluster all its devices, or its first ones.
+        memory_gib: what a process may use; of a cluster as it says.
         out: image to write.
     """
 
     def job() -> None:
         from megagraph.planner import plots
 
-        _, _, result = run_search(CostModel.load(cost), Wanted(world_size=world_size, memory_gib=memory_gib))
+        _, _, result = run_search(cost, Wanted(world_size=world_size, memory_gib=memory_gib))
         plots.pareto(result, out)
+        print(out)
+
+    return Job(job)
+
+
+def plot_scaling(
+    cluster: tyro.conf.Positional[Path], /, *, world_sizes: tuple[int, ...] = (), out: Path = Path("scaling.png")
+) -> Job:
+    """Draw what the best plan for more and more devices of a cluster makes of them, and say what binds it.
+
+    Args:
+        cluster: a cluster.json, as ``megagraph profile`` leaves it.
+        world_sizes: devices; default one node, and twice as many each time.
+        out: image to write.
+    """
+
+    def job() -> None:
+        from megagraph.planner import plots
+        from megagraph.planner.scaling import default_sizes, scaling
+
+        given = Cluster.load(cluster)
+        points, first = [], dict[str, float]()
+        for point in scaling(given, world_sizes or default_sizes(given)):
+            points.append(point)
+            each = point.throughput / point.world_size
+            efficiency = each / first.setdefault(point.kind, each) if each else 0.0
+            said = point.best
+            if not isinstance(said, str):
+                name, part = point.binds
+                said = f"{said.step_seconds:.4g} s, {efficiency:.0%} of ideal, {name} {part:.0%}; {said.plan}"
+            print(f"{point.kind:>6} {point.world_size:>6,} devices, {point.sequences:,} sequences: {said}", flush=True)
+        plots.scaling(points, out)
         print(out)
 
     return Job(job)
@@ -166,6 +205,7 @@ def plot(
             | Annotated[Any, tyro.conf.subcommand("attention", constructor=plot_attention)]
             | Annotated[Any, tyro.conf.subcommand("costmodel", constructor=plot_costmodel)]
             | Annotated[Any, tyro.conf.subcommand("pareto", constructor=plot_pareto)]
+            | Annotated[Any, tyro.conf.subcommand("scaling", constructor=plot_scaling)]
             | Annotated[Any, tyro.conf.subcommand("stages", constructor=plot_stages)]
         ]
     ],

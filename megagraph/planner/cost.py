@@ -330,4 +330,5 @@ class CostModel:
     @cached_property
     def _links(self) -> Links:
         per_node = self.origin.get("ranks_per_node")
-        return Links(self.links, None if per_node is None else int(per_node))
+        own = self.origin.get("links_of") == "device"
+        return Links(self.links, None if per_node is None else int(per_node), own)

@@ -49,10 +49,12 @@ class Links:
     Args:
         rates: of "node", within one, and "across", between two; where one is missing, the other one's.
         per_node: ranks of a node; ``None``: one node has all.
+        own: every rank has a link of its own to other nodes; else those of a node share one.
     """
 
     rates: Mapping[str, Rates]
     per_node: int | None = None
+    own: bool = False
 
     def boundaries(self, plan: Plan, size: float) -> list[Wire]:
         """From each stage to the next; as long as the way back.
@@ -66,7 +68,7 @@ class Links:
         for i in range(plan.pp):
             flows = _to_next_stage(plan.pp, replicas, i, self.per_node)
             wire = self._wire(size, flows)
-            if flows:
+            if flows and not self.own:
                 ends = (i * replicas // self.per_node, (i + 1) % plan.pp * replicas // self.per_node)
                 wire = wire._replace(seconds=wire.seconds / groups, out=ends[0], back=ends[1])
             wires.append(wire)
@@ -74,7 +76,7 @@ class Links:
 
     def groups(self, plan: Plan) -> int:
         """Of replicas that send over one link one after the other, see ``boundaries``."""
-        if self.per_node is None or plan.pp == 1:
+        if self.per_node is None or plan.pp == 1 or self.own:
             return 1
         flows = (_to_next_stage(plan.pp, plan.cp * plan.dp, i, self.per_node) for i in range(plan.pp))
         return 2 if max(flows) > 1 else 1
@@ -103,7 +105,7 @@ class Links:
             rates = {f"all_reduce.{part}": rates.get(f"transfer.{part}", 0.0) for part in ("call", "byte")}
         terms = all_reduce_terms(1.0, ranks)
         calls = dot(rates, {"all_reduce.call": terms["all_reduce.call"]})
-        return calls, max(flows, 1) * dot(rates, {"all_reduce.byte": terms["all_reduce.byte"]})
+        return calls, self._sharing(flows) * dot(rates, {"all_reduce.byte": terms["all_reduce.byte"]})
 
     def spans_nodes(self, plan: Plan) -> bool:
         return self.per_node is not None and plan.world_size > self.per_node
@@ -117,7 +119,11 @@ class Links:
         if f"{kind}.byte" not in rates:
             kind = "transfer"
         call, per_byte, burst = (rates.get(f"{kind}.{part}", 0.0) for part in ("call", "byte", "burst"))
-        return Wire(per_byte * size * max(flows, 1), call, per_byte * burst)
+        return Wire(per_byte * size * self._sharing(flows), call, per_byte * burst)
+
+    def _sharing(self, flows: int) -> int:
+        """Messages of so many that leave a node, that take one link."""
+        return 1 if self.own else max(flows, 1)
 
     def _rates(self, flows: int) -> Rates:
         own, other = ("across", "node") if flows else ("node", "across")

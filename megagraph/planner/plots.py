@@ -23,6 +23,7 @@ from megagraph.planner.fitting import (
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.rows import Row
+from megagraph.planner.scaling import Point
 from megagraph.planner.search import SearchResult
 from megagraph.planner.workload import Workload
 
@@ -96,6 +97,32 @@ def pareto(result: SearchResult, path: Path) -> None:
     axis.plot(*zip(*front, strict=True), "k.-", drawstyle="steps-post", linewidth=0.8, label="Pareto front")
     axis.set(xlabel="predicted step seconds", ylabel="predicted peak GiB of a rank", xscale="log", yscale="log")
     axis.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def scaling(points: Sequence[Point], path: Path) -> None:
+    """Sequences a second of the best plan beside what as many alone would give, and what a step of it takes."""
+    figure, (throughput, terms) = _figure(2)
+    for kind, marker in (("strong", "o-"), ("weak", "s--")):
+        found = [point for point in points if point.kind == kind and point.terms]
+        if not found:
+            continue
+        sizes = [point.world_size for point in found]
+        label = f"{kind}: batch of {found[0].sequences:,}" + (" and more" if kind == "weak" else "")
+        throughput.plot(sizes, [point.throughput for point in found], marker, markersize=4, label=label)
+        ideal = [found[0].throughput * size / sizes[0] for size in sizes]
+        throughput.plot(sizes, ideal, "k:", linewidth=0.8)
+        shift = -0.2 if kind == "strong" else 0.2
+        bottom, at = np.zeros(len(found)), np.arange(len(found)) + shift
+        for i, name in enumerate(found[0].terms):
+            part = np.array([point.terms[name] / sum(point.terms.values()) for point in found])
+            terms.bar(at, part, 0.35, bottom=bottom, color=f"C{i}", label=name if kind == "strong" else None)
+            bottom += part
+        terms.set_xticks(range(len(found)), [f"{size:,}" for size in sizes], fontsize=7)
+    throughput.set(xlabel="devices", ylabel="predicted sequences a second", xscale="log", yscale="log")
+    terms.set(xlabel="devices: strong left, weak right", ylabel="part of a step", ylim=(0, 1.35))
+    throughput.legend(fontsize=7)
+    terms.legend(fontsize=7, ncols=2, loc="upper center")
     figure.savefig(path, dpi=120)
 
 

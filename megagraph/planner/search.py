@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
@@ -35,7 +35,7 @@ class Candidate:
     ``step_seconds`` is a lower bound, for all splits of the layers, unless ``exact``: another plan is better without a
     run on paper. ``lightest``: the split is the one of least memory.
     ``pruned`` names the first constraint that fails: "batch", "layers", "tile", "memory" or "extrapolated".
-    ``peak_bytes`` is that of the rank that needs most, ``tightest`` that rank of the pipeline.
+    ``peak_bytes`` is that of the rank that needs most, ``tightest`` the rank of the pipeline that has least room.
     """
 
     plan: Plan
@@ -82,13 +82,14 @@ def search(
     cost: CostModel,
     model_config: ModelConfig,
     world_size: int,
-    memory_limit_bytes: float,
+    memory_limit_bytes: float | Sequence[float],
     *,
     workload: Workload | None = None,
     fixed: Mapping[str, Any] | None = None,
     strict: bool = False,
 ) -> SearchResult:
-    """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``.
+    """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``, the same or
+    one for every rank.
 
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
     split of least memory; halos, where pairs are listed. They run on paper in the order of a closed form that no split
@@ -110,14 +111,17 @@ def search(
         raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")
     if world_size > MAX_PROCESSES:
         raise ValueError(f"world_size must be at most {MAX_PROCESSES}, got {world_size}")
-    if not memory_limit_bytes > 0:
+    limits = np.atleast_1d(np.asarray(memory_limit_bytes, float))
+    if not (limits > 0).all():
         raise ValueError(f"memory_limit_bytes must be above 0, got {memory_limit_bytes}")
+    if len(limits) not in (1, world_size):
+        raise ValueError(f"memory_limit_bytes must be one, or one for each of {world_size} ranks, got {len(limits)}")
     given = cost.workload_of(workload)
     fixed = dict(fixed or {})
     known = ("pp", "cp", "dp", "num_microbatches", "schedule", "checkpoint", "comm", "stages_per_rank", "shard")
     if not set(fixed) <= set(known):
         raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
-    found = _Search(cost, model_config, given, memory_limit_bytes, strict)
+    found = _Search(cost, model_config, given, limits, strict)
     wanted = [
         plan
         for plan in shapes(model_config, world_size, given, fixed)
@@ -126,7 +130,7 @@ def search(
     candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
     possible = [candidate for candidate in candidates if candidate.pruned is None]
     if not possible:
-        raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, memory_limit_bytes, given, model_config))
+        raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, limits, given, model_config))
     best = found.best_of(sorted(possible, key=_rank))
     extrapolated = tuple(cost.extrapolated(model_config, best.plan, given))
     chosen = replace(best, extrapolated=extrapolated)
@@ -186,9 +190,9 @@ def _schedules(base: dict[str, Any], num_layers: int, local_batch: int, asked: s
 class _Search:
     """Candidates of one model on one machine; times are shared by plans that differ in their memory only."""
 
-    def __init__(self, cost: CostModel, config: ModelConfig, given: Workload, limit: float, strict: bool) -> None:
+    def __init__(self, cost: CostModel, config: ModelConfig, given: Workload, limits: Floats, strict: bool) -> None:
         self.cost, self.config, self.given, self.strict = cost, config, given, strict
-        self.limit = limit * (1 - HEADROOM)
+        self.limits = limits * (1 - HEADROOM)
         self._tables: dict[tuple[Any, ...], StageTables] = {}
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self.timed: dict[Plan, Candidate] = {}
@@ -254,7 +258,7 @@ class _Search:
             return [Candidate(plan=plan, pruned=reason)]
         work = RankWork.of(self.config, plan, self.given)
         tables, memory = self._tables_of(work), self._memory(work)
-        lightest = lightest_split(memory)
+        lightest = lightest_split(memory / self._room(plan))
         fastest, free = (self._fastest(work, tables, of) for of in (memory, None))
         assert free is not None, "a stage has a layer"
         bound = self.cost.step_bound(work, free, tables)
@@ -302,29 +306,37 @@ class _Search:
 
     def _fastest(self, work: RankWork, tables: StageTables, memory: Floats | None) -> tuple[int, ...] | None:
         """The split of least GPipe time of those that fit, or of all."""
-        plan, limit = work.plan, self.limit / work.plan.stages_per_rank
-        if memory is None:
-            memory, limit = np.zeros((plan.num_stages, self.config.layers + 1)), 0.0
-        caps = tuple((memory[:, 1:] <= limit).sum(axis=1).tolist())
+        plan = work.plan
+        taken = np.zeros((plan.num_stages, self.config.layers + 1)) if memory is None else memory / self._room(plan)
+        caps = tuple((taken[:, 1:] <= 1.0).sum(axis=1).tolist())
         key = (id(tables), plan.num_stages, plan.num_microbatches, caps)
         if key not in self._splits:
-            found = balance(tables, memory, limit, plan.num_microbatches)
+            found = balance(tables, taken, 1.0, plan.num_microbatches)
             self._splits[key] = None if found is None else found[0]
         return self._splits[key]
 
     def _candidate(self, work: RankWork, split: tuple[int, ...], memory: Floats, bound: float) -> Candidate:
         stages = memory[np.arange(len(split)), split]
         ranks = stages.reshape(-1, work.plan.pp).sum(axis=0)
-        tightest = int(ranks.argmax())
-        peak = float(ranks[tightest])
+        taken = ranks / self._limits(work.plan)
+        tightest = int(taken.argmax())
         return Candidate(
             plan=replace(work.plan, layers=split),
             step_seconds=bound,
             exact=work.plan.pp == 1 and not self.cost.knows_ranks(work.plan),
-            peak_bytes=peak,
+            peak_bytes=float(ranks.max()),
             tightest=tightest,
-            pruned="memory" if peak > self.limit else None,
+            pruned="memory" if taken[tightest] > 1.0 else None,
         )
+
+    def _limits(self, plan: Plan) -> Floats:
+        """Bytes that every rank of a pipeline may take [pp], or [1], in all replicas."""
+        return self.limits if len(self.limits) == 1 else self.limits.reshape(plan.pp, -1).min(axis=1)
+
+    def _room(self, plan: Plan) -> Floats:
+        """An equal part of that for every stage of a rank, [stages, 1] or [1, 1]."""
+        limits = self._limits(plan) / plan.stages_per_rank
+        return limits[:, None] if len(limits) == 1 else np.tile(limits, plan.stages_per_rank)[:, None]
 
 
 def _moves(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -360,14 +372,14 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
 
 
 def _why_nothing_fits(
-    candidates: list[Candidate], world_size: int, limit: float, given: Workload, config: ModelConfig
+    candidates: list[Candidate], world_size: int, limits: Floats, given: Workload, config: ModelConfig
 ) -> str:
     heavy = [candidate for candidate in candidates if candidate.pruned == "memory"]
     if heavy:
         lightest = min(heavy, key=lambda candidate: candidate.peak_bytes)
         plan = lightest.plan
         return (
-            f"no plan of {world_size} processes fits {gib(limit)} with {HEADROOM:.0%} headroom: the lightest, "
+            f"no plan of {world_size} processes fits {gib(limits.min())} with {HEADROOM:.0%} headroom: the lightest, "
             f"pp={plan.pp} cp={plan.cp} dp={plan.dp} layers={list(plan.layers)} num_microbatches="
             f"{plan.num_microbatches} {plan.schedule}{' checkpoint' if plan.checkpoint else ''}, needs "
             f"{gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the batch size "
