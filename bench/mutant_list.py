@@ -299,8 +299,8 @@ DRAWN = (
     Mutant(
         "transfer_seconds",
         "megagraph/planner/links.py",
-        "return Wire(per_byte * size * max(flows, 1)",
-        "return Wire(-per_byte * size * max(flows, 1)",
+        "return Wire(per_byte * size * self._sharing(flows)",
+        "return Wire(-per_byte * size * self._sharing(flows)",
     ),
     Mutant(
         "read",
