@@ -167,7 +167,7 @@ def gaps() -> list[dict[str, Any]]:
 def bound_of(cost: CostModel, config: ModelConfig, workload: Workload, plan: Plan) -> float:
     """As the search computes it."""
     work = cost.rank_work(config, plan, workload)
-    tables, free = cost.stage_tables(work), np.zeros((plan.num_stages, config.layers + 1))
+    tables, free = cost.stage_tables(work), np.zeros((plan.num_stages, config.layers - plan.num_stages + 2))
     fastest = balance(tables, free, 0.0, plan.num_microbatches)
     assert fastest is not None
     return cost.step_bound(work, fastest[0], tables)

@@ -286,13 +286,13 @@ class CostModel:
         fastest = min(self.slowness) if self.knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
         pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
-        counts = np.array([[1.0 if plan.pp > 1 else count, count] for count in layers])
-        parameters = stage_parameters(work.config, counts, work.codes)
+        num_layers = work.config.layers
+        first, rest = stage_parameters(work.config, [1.0, num_layers - 1.0], work.codes).tolist()
+        most = (first + rest) / plan.pp
         calls, per_byte = self._links.all_reduce(plan)
         # the last micro-batch comes back to the first stage, which has a layer at least
-        reduced = calls + per_byte * work.sum_bytes * float(parameters[0, 0])
-        most = float(parameters[:, 1].sum()) / plan.pp
-        others = self._sharding(work, math.ceil(sum(layers) / len(layers)), most) + self._optimizer(work, most)
+        reduced = calls + per_byte * work.sum_bytes * (first if plan.pp > 1 else most)
+        others = self._sharding(work, math.ceil(num_layers / len(layers)), most) + self._optimizer(work, most)
         return pipeline + reduced + others + self.stall_seconds
 
     def knows_ranks(self, plan: Plan) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,21 @@ from megagraph.planner.terms import (
 from megagraph.planner.workload import RankWork
 
 
-def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Floats]:
+class Kept(NamedTuple):
+    """Bytes that a micro-batch leaves for the backward pass, of a layer, the last one, and both ends of a model."""
+
+    layer: float
+    last_layer: float
+    embedding: float
+    head: float
+
+
+def stage_bytes(rates: Rates, work: RankWork, counts: Floats, kept: Kept | None = None) -> dict[str, Floats]:
     """Bytes of every stage, by what they are for, without what a rank holds once.
 
     Args:
         counts: layers of every stage; [stages, C] or [1, C], for C loads of each.
+        kept: ``kept_bytes`` of this work, where it is known already.
 
     Returns:
         [stages, C] each: "parameters" and their moments, "activations" and gradients at their peak, "boundary"
@@ -39,7 +50,7 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Float
     if plan.shard:
         parameters /= replicas
     gradients = parameters * (1 if plan.shard or replicas == 1 else 2)  # DDP holds buckets, too
-    activations = _kept_bytes(rates, work, counts)
+    activations = _of_stages(kept or kept_bytes(rates, work), work, counts)
     flight = np.array(in_flight(plan), float).T.reshape(-1, 1)
     if plan.schedule == "gpipe" and (
         plan.pp > 1 or plan.num_microbatches == 1
@@ -53,8 +64,8 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Float
     return parts | {"allocator": (_process_factor(rates) - 1) * reduce(add, parts.values())}
 
 
-def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
-    """What every stage keeps of a micro-batch for the backward pass; ``counts`` and result [stages, C]."""
+def kept_bytes(rates: Rates, work: RankWork) -> Kept:
+    """Of the sequences of a micro-batch on one of cp ranks, whatever the stages."""
     plan, config, m, rows, columns = work.plan, work.config, work.sequences, work.rows, work.columns
     mixed = work.dtype == "bf16"
     layer, last_layer = (
@@ -64,12 +75,19 @@ def _kept_bytes(rates: Rates, work: RankWork, counts: Floats) -> Floats:
         layer, last_layer = (kept + 2 * work.number_bytes * m * work.away * config.dim for kept in (layer, last_layer))
     elif plan.comm == "halo":
         layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
+    embedding = dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))
+    head = dot(rates, head_kept_terms(m, rows, work.targets, config, mixed=mixed))
+    return Kept(layer, last_layer, embedding, head)
+
+
+def _of_stages(kept: Kept, work: RankWork, counts: Floats) -> Floats:
+    """What every stage keeps of a micro-batch; ``counts`` and result [stages, C]."""
     # checkpointed: the inputs of all, and one layer that is computed again
-    kept = counts * work.hidden_bytes + layer if plan.checkpoint else counts * layer
-    kept[0] += dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))
-    kept[-1] += dot(rates, head_kept_terms(m, rows, work.targets, config, mixed=mixed))
-    kept[-1] += 0.0 if plan.checkpoint else last_layer - layer
-    return kept
+    checkpoint = work.plan.checkpoint
+    stages = counts * work.hidden_bytes + kept.layer if checkpoint else counts * kept.layer
+    stages[0] += kept.embedding
+    stages[-1] += kept.head + (0.0 if checkpoint else kept.last_layer - kept.layer)
+    return stages
 
 
 def shared_bytes(rates: Rates, work: RankWork) -> float:

@@ -17,7 +17,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 _MOST = {"stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}  # a schedule is made of all of these
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A layout of pp * cp * dp processes; paper symbols in brackets.
 
@@ -176,6 +176,10 @@ class Plan:
     def sequences(self, batch_sequences: int) -> list[int]:
         """Of a batch of so many, those of every replica."""
         return np.diff(deal(batch_sequences, self.shares or (1,) * self.dp)).tolist()
+
+    def most_sequences(self, batch_sequences: int) -> int:
+        """Those of the replica that has most."""
+        return max(self.sequences(batch_sequences)) if self.shares else -(-batch_sequences // self.dp)
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
-from megagraph.planner.memory import shared_bytes, stage_bytes
+from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib
 from megagraph.planner.workload import RankWork, Workload
@@ -28,7 +28,7 @@ MOST_MOVES, NEAR = 12, 1.1  # runs on paper to find a better split of a plan tha
 MAX_PROCESSES = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """A plan with what it is predicted to cost, or why it was not looked at.
 
@@ -194,6 +194,7 @@ class _Search:
         self.cost, self.config, self.given, self.strict = cost, config, given, strict
         self.limits = limits * (1 - HEADROOM)
         self._tables: dict[tuple[Any, ...], StageTables] = {}
+        self._kept: dict[tuple[int, int, str], Kept] = {}
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self.timed: dict[Plan, Candidate] = {}
 
@@ -258,9 +259,9 @@ class _Search:
             return [Candidate(plan=plan, pruned=reason)]
         work = RankWork.of(self.config, plan, self.given)
         tables, memory = self._tables_of(work), self._memory(work)
-        lightest = lightest_split(memory / self._room(plan))
-        fastest, free = (self._fastest(work, tables, of) for of in (memory, None))
-        assert free is not None, "a stage has a layer"
+        taken = memory / self._room(plan)
+        lightest = lightest_split(taken)
+        fastest, free = self._fastest(work, tables, taken)
         bound = self.cost.step_bound(work, free, tables)
         found = [] if fastest is None else [self._candidate(work, fastest, memory, bound)]
         if lightest != fastest:
@@ -299,25 +300,36 @@ class _Search:
         return "extrapolated" if self.strict and self.cost.extrapolated(self.config, plan, self.given) else None
 
     def _memory(self, work: RankWork) -> Floats:
-        """[stages, L + 1] bytes; several stages of a rank share what it holds once."""
-        rates, counts = self.cost.memory, np.arange(self.config.layers + 1.0)[None]
-        stages = reduce(add, stage_bytes(rates, work, counts).values())
+        """[stages, L - stages + 2] bytes of every stage with 0, 1, ... layers, where each other one has one at least;
+        several stages of a rank share what it holds once."""
+        rates, counts = self.cost.memory, np.arange(self.config.layers - work.plan.num_stages + 2.0)[None]
+        key = work.plan.cp, work.sequences, work.plan.comm
+        if key not in self._kept:
+            self._kept[key] = kept_bytes(rates, work)
+        stages = reduce(add, stage_bytes(rates, work, counts, self._kept[key]).values())
         return stages + shared_bytes(rates, work) / work.plan.stages_per_rank
 
-    def _fastest(self, work: RankWork, tables: StageTables, memory: Floats | None) -> tuple[int, ...] | None:
-        """The split of least GPipe time of those that fit, or of all."""
-        plan = work.plan
-        taken = np.zeros((plan.num_stages, self.config.layers + 1)) if memory is None else memory / self._room(plan)
-        caps = tuple((taken[:, 1:] <= 1.0).sum(axis=1).tolist())
-        key = (id(tables), plan.num_stages, plan.num_microbatches, caps)
-        if key not in self._splits:
-            found = balance(tables, taken, 1.0, plan.num_microbatches)
-            self._splits[key] = None if found is None else found[0]
-        return self._splits[key]
+    def _fastest(
+        self, work: RankWork, tables: StageTables, taken: Floats
+    ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+        """The split of least GPipe time of those that fit, and of all."""
+        plan, most = work.plan, taken.shape[1] - 1
+        caps = (taken[:, 1:] <= 1.0).sum(axis=1).tolist()
+
+        def best(limit: float, caps: tuple[int, ...]) -> tuple[int, ...] | None:
+            key = (id(tables), plan.num_stages, plan.num_microbatches, caps)
+            if key not in self._splits:
+                found = balance(tables, taken, limit, plan.num_microbatches)
+                self._splits[key] = None if found is None else found[0]
+            return self._splits[key]
+
+        free = best(math.inf, ())
+        assert free is not None, "a stage has a layer"
+        return free if min(caps) == most else best(1.0, tuple(caps)), free
 
     def _candidate(self, work: RankWork, split: tuple[int, ...], memory: Floats, bound: float) -> Candidate:
         stages = memory[np.arange(len(split)), split]
-        ranks = stages.reshape(-1, work.plan.pp).sum(axis=0)
+        ranks = stages if work.plan.stages_per_rank == 1 else stages.reshape(-1, work.plan.pp).sum(axis=0)
         taken = ranks / self._limits(work.plan)
         tightest = int(taken.argmax())
         return Candidate(
@@ -354,13 +366,13 @@ def _moves(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def lightest_split(memory: Floats) -> tuple[int, ...]:
-    """The split whose largest stage needs least; ``memory`` [P, L + 1] grows with the layers of a stage.
+    """The split whose largest stage needs least; ``memory`` [P, L - P + 2] grows with the layers of a stage.
 
     The least limit under which the stages hold all L layers is the L-th smallest entry, or the largest for one layer.
     """
-    num_layers = memory.shape[1] - 1
-    most = num_layers - len(memory) + 1  # every other stage has one layer at least
-    memory = memory[:, 1 : most + 1]
+    most = memory.shape[1] - 1  # every other stage has one layer at least
+    num_layers = most + len(memory) - 1
+    memory = memory[:, 1:]
     limit = max(memory[:, 0].max(), np.partition(memory, num_layers - 1, axis=None)[num_layers - 1])
     counts = (memory <= limit).sum(axis=1)
     # what is too much is taken from the fullest, so that the stages are as even as this memory lets them

@@ -136,8 +136,10 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
 
     A stage's seconds grow with its layers by the same for each, so that all stages together take as long in any split.
     A rank works on all micro-batches after the first one has come through the stages before it, and the last one goes
-    back through them: most evenly spread, the work of the ranks falls by 1 - 1 / K from one to the next. A layer is on
-    one rank; and a micro-batch passes all stages and wires, of which the slowest has the others to send before it.
+    back through them: most evenly spread, the work of the ranks falls by 1 - 1 / K from one to the next. With several
+    stages a rank, these are its first ones, of a layer each at least, and all ranks together work for a known time. A
+    layer is on one rank; and a micro-batch passes all stages and wires, of which the slowest has the others to send
+    before it.
     GPipe's ranks all go forward first, so that the others follow the first micro-batch in the time of the slowest stage
     each way, of which ``layers`` make the least.
 
@@ -149,22 +151,24 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     if plan.pp == 1:
         return num * passes
     # a link that was idle makes up for a burst, once
-    latest = 2 * sum(max(0.0, wire.seconds - wire.burst) + wire.latency for wire in wires)
+    ways = [2 * (max(0.0, wire.seconds - wire.burst) + wire.latency) for wire in wires]
+    latest = sum(ways)
     slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in wires)
     if plan.schedule == "gpipe":
         follow = (num - 1) * float(forward.max() + backward.max())
         return passes + latest + max(follow, 2 * slowest)
-    most = num * _most_even(tables, sum(layers), plan)
-    if plan.stages_per_rank == 1:
-        most = max(most, passes / (1 - (1 - 1 / num) ** plan.pp))
+    if plan.stages_per_rank > 1:
+        first, layer, _ = (tables.forward + tables.backward)[:, 1].tolist()
+        before = np.cumsum([way + (layer if i else first) for i, way in enumerate(ways[: plan.pp - 1])])
+        most = (num * passes + float(before.sum())) / plan.pp
+    else:
+        most = max(num * _most_even(tables, sum(layers), plan), passes / (1 - (1 - 1 / num) ** plan.pp))
     return max(most, passes + latest + slowest)
 
 
 def _most_even(tables: StageTables, num_layers: int, plan: Plan) -> float:
     """Seconds of a micro-batch on the busiest rank, where it is least busy."""
     ends = (tables.forward + tables.backward)[:, 1 : num_layers + 1]
-    if plan.stages_per_rank > 1:
-        return float(ends[0, 0] + ends[2, 0] + ends[1, 0] * (num_layers - 2)) / plan.pp
     levels = np.sort(ends, axis=None)
     first, middle, last = (np.searchsorted(row, levels * (1 + 1e-12), side="right") for row in ends)
     room = first + last + (plan.pp - 2) * middle

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 StageCost = Callable[[int, int, int], float]
@@ -119,12 +119,12 @@ def balance(
     the L^2 loads of first and last stage are looked at, all at once. Of equal times the least memory wins.
 
     Args:
-        memory: [P, L + 1] bytes of every stage with c layers, nondecreasing in c.
+        memory: [P, L - P + 2] bytes of every stage with c layers, nondecreasing in c; the others have one at least.
     """
-    num_stages, num_layers = memory.shape[0], memory.shape[1] - 1
-    most = num_layers - num_stages + 1  # every other stage has one layer at least
+    num_stages, most = memory.shape[0], memory.shape[1] - 1
+    num_layers = most + num_stages - 1
     # the most layers that fit: memory does not fall with c, so they are the first ones
-    caps = (memory[:, 1 : most + 1] <= limit_bytes).sum(axis=1)
+    caps = (memory[:, 1:] <= limit_bytes).sum(axis=1)
     if caps.min() < 1 or caps.sum() < num_layers:
         return None
     f, b = tables.forward, tables.backward
@@ -133,22 +133,27 @@ def balance(
         time = s[0, num_layers] + (num_microbatches - 1) * s[0, num_layers]
         return (num_layers,), float(time)
     # the middle stages with c = 0..L layers together, filled evenly: none holds more than its level of them
-    levels = np.minimum(np.arange(most + 1)[:, None], caps[1:-1])  # [most + 1, P - 2]
-    filled = levels.sum(axis=1)
-    together = np.arange(num_layers + 1)
+    inner, together, heights = caps[1:-1], np.arange(num_layers + 1), np.arange(most + 1)
+    if num_stages > 2 and inner.min() == inner.max():  # as where memory does not bind
+        levels = np.minimum(heights, inner[0])
+        filled, sums = len(inner) * levels, len(inner) * s[1, levels]
+    else:
+        levels = np.minimum(heights[:, None], inner)  # [most + 1, P - 2]
+        filled, sums = levels.sum(axis=1), s[1][levels].sum(axis=1)
     level = np.minimum(np.searchsorted(filled, together), most)
     over = filled[level] - together  # stages at the level that hold one less
     middle = np.zeros((3, num_layers + 1))  # seconds together, largest forward, largest backward
     if num_stages > 2:
-        middle[0] = s[1][levels].sum(axis=1)[level] - over * np.diff(s[1], prepend=0.0)[level]
+        middle[0] = sums[level] - over * (s[1, level] - s[1, level - 1])
         middle[1:] = f[1, level], b[1, level]
     middle[0, (together < num_stages - 2) | (together > filled[-1])] = np.inf
     # the same where first and last have 2, 3, ... layers together; a window for every load of the first
     beside = np.zeros((3, caps[0] + caps[-1] - 1))
     beside[0] = np.inf
     beside[:, : num_layers - 1] = middle[:, num_layers - 2 :: -1][:, : beside.shape[1]]
-    total, most_f, most_b = sliding_window_view(beside, caps[-1], axis=1)
-    first, last = slice(1, caps[0] + 1), slice(1, caps[-1] + 1)
+    shape, steps = (3, caps[0], caps[-1]), (beside.strides[0], beside.strides[1], beside.strides[1])
+    total, most_f, most_b = as_strided(beside, shape, steps, writeable=False)
+    first, last = slice(1, shape[1] + 1), slice(1, shape[2] + 1)
     largest_f = np.maximum(np.maximum(f[0, first, None], f[2, last]), most_f)
     largest_b = np.maximum(np.maximum(b[0, first, None], b[2, last]), most_b)
     time = s[0, first, None] + s[2, last] + total + (num_microbatches - 1) * (largest_f + largest_b)
@@ -161,7 +166,7 @@ def balance(
         needs = np.maximum(needs, memory[1:-1].max(axis=0)[level[left]])
     best = needs.argmin()
     i, j, left = i[best], j[best], left[best]
-    counts = levels[level[left]].copy()
+    counts = np.minimum(level[left], inner)
     # the earliest keep the most in flight, so they hold the one less
     counts[np.flatnonzero(counts == level[left])[: over[left]]] -= 1
     return (int(i) + 1, *counts.tolist(), int(j) + 1), float(time[i, j])

@@ -125,7 +125,7 @@ class RankWork:
         """What a plan leaves each rank of a workload; the plan need not say how the layers are split."""
         block = math.ceil(given.num_nodes / plan.cp)
         rows = block + given.num_super
-        own = max(plan.sequences(given.batch_sequences))
+        own = plan.most_sequences(given.batch_sequences)
         pairs = given.pairs / plan.cp  # ranks begin where it makes their work equal
         listed = listed_scores(block, given.num_super, pairs) / rows
         return cls(
