@@ -204,7 +204,7 @@ BAD_RUNS = {
     "layers of an unknown plan": (
         dict(plan="auto", stage_layers="1,1"),
         ValueError,
-        "stage_layers and stages_per_rank must not be given with",
+        "stage_layers, shares and stages_per_rank must not be given with",
     ),
     "table of an unknown plan": (dict(plan="auto", embedding="learned"), ValueError, "expected --embedding features"),
     "folder in use, plan to be found": (
