@@ -65,7 +65,7 @@ def measure(nodes: int, name: str) -> dict[str, Any]:
     print(
         f"{name}, {nodes:,} nodes: "
         + ", ".join(f"{label} {value * 1e3:.1f} ms" for label, value in medians.items())
-        + "; dp 64 {:.2f} of dp 1 {}, later {:.2f} of first {}".format(same, next(verdicts), later, next(verdicts)),
+        + f"; dp 64 {same:.2f} of dp 1 {next(verdicts)}, later {later:.2f} of first {next(verdicts)}",
         flush=True,
     )
     return row | {"median": medians, "dp_64_of_dp_1": same, "later_of_first": later}

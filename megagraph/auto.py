@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megagraph.config import TrainConfig
+from megagraph.data.batch import Batch
 from megagraph.data.build import Builder
 from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
@@ -54,6 +55,7 @@ def measure(
         num_super=batch.layout.num_super,
         num_targets=batch.labels.shape[1],
         feature_rows=len(batch.features) / batch.batch_size,
+        filled=_filled(batch),
         dtype=config.dtype,
         model=config.model,
         **_listed(builder),
@@ -73,6 +75,12 @@ def measure(
             cache=cache,
         )
     )
+
+
+def _filled(batch: Batch) -> float:
+    """To two digits: it is a part of what a profile is kept by."""
+    empty = batch.key_padding_mask[:, : batch.layout.num_nodes].double().mean().item()
+    return max(0.01, round(1.0 - empty, 2))
 
 
 def _listed(builder: Builder) -> dict[str, Any]:

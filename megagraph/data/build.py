@@ -20,12 +20,10 @@ from megagraph.data.structure import BiasChannels, DistanceBuckets
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SuperRows:
-    """Features float32 [Q, d_in] and degrees int64 [Q] of rows, row q that of part q % P; the row of every
-    super node [b, N_s - G], -1 = masked."""
+    """Features float32 [Q, d_in] and degrees int64 [Q] of rows, row q that of part q % P."""
 
     features: np.ndarray
     degrees: np.ndarray
-    rows: np.ndarray
 
 
 class Builder(ABC):
@@ -50,9 +48,13 @@ class Builder(ABC):
         """Of sequences of so many regular and super nodes over the ranks of a share."""
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp)
 
-    def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> SuperRows:
-        """Features and degrees of the super nodes [b, N_s - G] beside the regular nodes [b, N']."""
-        return SuperRows(features=self.coarsening.features, degrees=self._super_degrees, rows=supers)
+    def _super_rows(self, regular: np.ndarray, supers: np.ndarray) -> np.ndarray:
+        """Which row every super node [b, N_s - G] has beside the regular nodes [b, N'], -1 = masked."""
+        return supers
+
+    def _super_nodes(self, regular: np.ndarray) -> SuperRows:
+        """These rows, of sequences with the regular nodes [b, N']."""
+        return SuperRows(features=self.coarsening.features, degrees=self._super_degrees)
 
     def num_bytes(self, batch_size: int, share: Share) -> int:
         """The most that a rank's share of a batch of so many targets (ego) or sequences (cluster) takes.
@@ -103,11 +105,13 @@ class Builder(ABC):
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)
         padding[:, : layout.num_nodes] = regular < 0
-        super_rows = self._super_nodes(regular, supers)
-        supers = np.where(super_rows.rows < 0, -1, supers)
+        rows = self._super_rows(regular, supers)
+        supers = np.where(rows < 0, -1, supers)
         padding[:, layout.num_nodes : layout.num_nodes + supers.shape[1]] = supers < 0
         if share.embeds:
-            tables = self._row_tables(regular[:, block], super_rows, empty, layout, num_microbatches)
+            tables = self._row_tables(
+                regular[:, block], rows, self._super_nodes(regular), empty, layout, num_microbatches
+            )
         else:
             no_ids = torch.empty(0, dtype=torch.int64)
             tables = (torch.empty(0, self.graph.in_features), no_ids, no_ids, no_ids)
@@ -131,17 +135,24 @@ class Builder(ABC):
         return regular if self.relabel is None else np.where(regular < 0, -1, self.relabel[regular])
 
     def _row_tables(
-        self, block: np.ndarray, supers: SuperRows, empty: np.ndarray, layout: NodeLayout, num_microbatches: int
+        self,
+        block: np.ndarray,
+        rows_of_supers: np.ndarray,
+        supers: SuperRows,
+        empty: np.ndarray,
+        layout: NodeLayout,
+        num_microbatches: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A rank's regular nodes [b, <= R] and super nodes, empty sequences [b] -> features, degrees, ids, node_index.
+        """A rank's regular nodes [b, <= R], rows of super nodes [b, N_s - G], all these rows, empty sequences [b] ->
+        features, degrees, ids, node_index.
 
         The features are as wide as those of super nodes: a learned embedding has none.
         """
         # one numbering for both: nodes first, then super nodes
         num_nodes = self.graph.num_nodes
-        slots = np.full((len(block), layout.block_size + supers.rows.shape[1]), -1)
+        slots = np.full((len(block), layout.block_size + rows_of_supers.shape[1]), -1)
         slots[:, : block.shape[1]] = block
-        slots[:, layout.block_size :] = np.where(supers.rows < 0, -1, supers.rows + num_nodes)
+        slots[:, layout.block_size :] = np.where(rows_of_supers < 0, -1, rows_of_supers + num_nodes)
         padding = slots < 0
         tables, indices, used = [], [], []
         for run, ignored in zip(

@@ -94,7 +94,14 @@ class ClusterBatches(Builder):
         counts = (regular >= 0) & label_mask[regular]
         return self._batch(regular.__getitem__, supers, np.where(counts, self.graph.labels[regular], -1), share)
 
-    def _super_nodes(self, regular: np.ndarray, supers: np.ndarray) -> SuperRows:
+    def _super_rows(self, regular: np.ndarray, supers: np.ndarray) -> np.ndarray:
+        """A row for each part of each sequence, unless all of its members are in the sequence."""
+        membership, num_parts = self.coarsening.membership, len(self._parts)
+        own = [np.bincount(membership[nodes[nodes >= 0]], minlength=num_parts) for nodes in regular]
+        outside = self._sums[:, -1] - np.stack(own)
+        return np.where(outside > 0, np.arange(outside.size).reshape(outside.shape), -1)
+
+    def _super_nodes(self, regular: np.ndarray) -> SuperRows:
         """Means over the members outside of each sequence: the sums over all, less those over the sequence's own."""
         sums = np.repeat(self._sums[None], len(regular), axis=0)
         for outside, sequence in zip(sums, regular, strict=True):
@@ -108,9 +115,4 @@ class ClusterBatches(Builder):
             outside[:, -1] -= one_hot.sum(axis=1)
         sums = sums.reshape(-1, sums.shape[-1])
         size = np.maximum(sums[:, -1:], 1)
-        rows = np.where(sums[:, -1] > 0, np.arange(len(sums)), -1)
-        return SuperRows(
-            features=(sums[:, :-2] / size).astype(np.float32),
-            degrees=rounded(sums[:, -2] / size[:, 0]),
-            rows=rows.reshape(supers.shape),
-        )
+        return SuperRows(features=(sums[:, :-2] / size).astype(np.float32), degrees=rounded(sums[:, -2] / size[:, 0]))

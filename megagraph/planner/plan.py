@@ -14,7 +14,7 @@ from megagraph.data.batch import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
-_MOST = {"stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}  # a schedule is made of all of these
+_MOST = {"pp": 1 << 20, "cp": 1 << 20, "dp": 1 << 20, "stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,11 @@ class Plan:
     shard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("pp", "cp", "dp", "stages_per_rank", "num_microbatches"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            if value > (most := _MOST.get(name, 1 << 20)):
+            if value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
         if self.comm not in ("ring", "allgather", "halo"):
             raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")

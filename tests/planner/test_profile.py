@@ -17,7 +17,7 @@ from megagraph.cli import main
 from megagraph.cli.planner import read_rows
 from megagraph.planner import profile as module
 from megagraph.planner.measure.clock import average
-from megagraph.planner.measure.design import Point, design, of_every_width
+from megagraph.planner.measure.design import Point, design, of_every_width, random_inputs
 from megagraph.planner.measure.memory import memory_rows, observe_memory
 from megagraph.planner.profile import profile
 from megagraph.planner.rows import FIELDS, bench_rows, check_rows
@@ -193,3 +193,22 @@ def test_what_is_interrupted_now_and_then_takes_its_mean():
     of a machine that others use takes a minute."""
     assert average([2.0, 7.0] * 5 + [60.0])["seconds"] == pytest.approx((5 * 2 + 4 * 7) / 9)
     assert average([3.0, 1.0, 2.0, 2.0])["seconds"] == 2.0
+
+
+@pytest.mark.parametrize("bias", ["bucket", "projected"])
+def test_a_profile_measures_sequences_as_full_as_batches_are(bias):
+    config = replace(CONFIG, bias=bias, global_tokens=1)
+    point = Point(sequences=300, nodes=13, config=config, targets=1, feature_rows=50, num_super=3, filled=0.55)
+    inputs = random_inputs(point, torch.device("cpu"))
+    padding, structure = inputs["key_padding_mask"], inputs["structure"]
+    assert not padding[:, 10:].any() and not padding[:, 0].any() and (padding[:, 1:10] >= padding[:, :9]).all()
+    assert padding[:, :10].double().mean().item() == pytest.approx(0.45, abs=0.01)
+    hidden = padding[:, None] | padding[:, :, None]
+    empty = structure == 255 if bias == "bucket" else ~structure.any(dim=1)
+    assert torch.equal(empty, hidden)
+    whole = random_inputs(replace(point, filled=1.0), torch.device("cpu"))
+    assert not whole["key_padding_mask"].any()
+    assert {point.filled for point in design(CONFIG, replace(WORKLOAD, filled=0.5), torch.device("cpu"))} == {0.5}
+    for wrong in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="filled must be"):
+            replace(WORKLOAD, filled=wrong)

@@ -12,6 +12,7 @@ from megagraph.attention.bias import BorderedData
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
+from megagraph.data.structure import PADDING
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
@@ -32,7 +33,8 @@ class Point:
     config: ModelConfig
     targets: int
     feature_rows: int  # in all
-    num_super: int = 0  # of the nodes, where pairs are listed
+    num_super: int = 0  # of the nodes, the last ones
+    filled: float = 1.0  # part of the others that are no padding
     pairs: int = 0  # that are listed in a sequence; 0: all attend to all
     dtype: Precision = "fp32"
     model: ModelName = "hierarchical"
@@ -73,7 +75,7 @@ class Point:
 
 def design(config: ModelConfig, workload: Workload, device: torch.device) -> list[Point]:
     """Sizes around those of the workload, small ones first: micro-batches, nodes, widths and heads."""
-    given: dict[str, Any] = {"dtype": workload.dtype, "model": workload.model}
+    given: dict[str, Any] = {"dtype": workload.dtype, "model": workload.model, "filled": workload.filled}
     points = _design_of_pairs(config, workload) if workload.pairs else _design_of_sequences(config, workload, device)
     return [replace(point, **given) for point in points]
 
@@ -96,7 +98,14 @@ def _design_of_sequences(config: ModelConfig, workload: Workload, device: torch.
                 per_sequence = length if workload.feature_rows is None else min(workload.feature_rows, length)
                 features = max(1, int(count * per_sequence))
                 points.append(
-                    Point(sequences=count, nodes=length, config=shape, targets=targets, feature_rows=features)
+                    Point(
+                        sequences=count,
+                        nodes=length,
+                        config=shape,
+                        targets=targets,
+                        feature_rows=features,
+                        num_super=workload.num_super,
+                    )
                 )
     return sorted(points, key=lambda p: p.sequences * p.nodes * p.config.dim * (p.nodes + p.config.dim))
 
@@ -172,11 +181,19 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     else:
         channels = torch.bfloat16 if point.dtype == "bf16" else torch.float32
         structure = torch.rand(m, config.bias_size, n, n, generator=generator, dtype=channels)
+    padding = _random_padding(point, generator)
+    if point.filled < 1 and not point.pairs:  # as batches have it
+        assert isinstance(structure, Tensor)
+        hidden = padding[:, None] | padding[:, :, None]
+        if config.bias == "bucket":
+            structure.masked_fill_(hidden, PADDING)
+        else:
+            structure.masked_fill_(hidden[:, None], 0.0)
     inputs = {
         "features": torch.rand(point.feature_rows, config.in_features, generator=generator),
         "node_index": torch.randint(0, point.feature_rows, (m, n - tokens), generator=generator),
         "structure": structure,
-        "key_padding_mask": torch.zeros(m, n, dtype=torch.bool),
+        "key_padding_mask": padding,
         "dropout_key": dropout_keys(0, 0, torch.arange(m)),
     }
     if point.model == "graphormer":
@@ -184,6 +201,15 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     layout = NodeLayout(n - point.num_super, point.num_super) if point.pairs else None
     moved = {name: x.to(device) for name, x in inputs.items()}
     return moved | {"num_targets": point.targets, "layout": layout}
+
+
+def _random_padding(point: Point, generator: torch.Generator) -> Tensor:
+    """bool [m, n]: behind the first nodes of each sequence, on average as many as are missing."""
+    regular = point.nodes - point.num_super
+    there = (regular * point.filled + torch.rand(point.sequences, generator=generator)).floor().clamp(max=regular)
+    padding = torch.zeros(point.sequences, point.nodes, dtype=torch.bool)
+    padding[:, :regular] = torch.arange(regular) >= there[:, None].clamp(min=1)
+    return padding
 
 
 def _random_pairs(point: Point, generator: torch.Generator) -> BorderedData:
