@@ -190,8 +190,8 @@ PLANS_AND_SHARES = (
     Mutant(
         "an empty sequence is the last one",
         "megagraph/data/build.py",
-        "min(own.start, len(labels) - 1), ids)",
-        "max(own.start, len(labels) - 1), ids)",
+        "min(own.start, size - 1), ids)",
+        "max(own.start, size - 1), ids)",
     ),
     Mutant(
         "weights are ignored",

@@ -2,10 +2,10 @@
 
     python -m bench.shares
 
-Generated graphs of 20,000 nodes, whose candidates are kept, and of 100,000, whose are found anew for each target. Ego
-batches of 32 targets a rank with channels, and with buckets; cluster batches of 4 sequences a rank. A batch grows with
-dp, so that a rank always has as much. Shares take turns on the same items, in one thread of one process. A later stage
-of a pipeline builds no features.
+Ego batches of 32 targets a rank, with channels and with buckets, on generated graphs of 20,000 nodes, whose candidates
+are kept, and of 100,000, whose are found anew for each target; cluster batches of 4 sequences a rank on one of 300,000,
+which are 64 ranks' and more. A batch grows with dp, so that a rank always has as much. Shares take turns on the same
+items, in one thread of one process. A later stage of a pipeline builds no features.
 
 Fixed: seed 0, 256 features, average degree 10, 8 samples of 14 nodes, sequences of 1,024 regular and 64 super nodes,
 ROUNDS builds of each after one that does not count; process time.
@@ -26,8 +26,9 @@ from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
 
-SEED, ROUNDS, FEATURES, NODES = 0, 9, 256, (20_000, 100_000)
+SEED, ROUNDS, FEATURES = 0, 9, 256
 SAME, LATER = 1.1, 0.5  # of dp = 1, of the first stage, at most
+NODES = {"ego, channels": (20_000, 100_000), "ego, buckets": (20_000, 100_000), "cluster": (300_000,)}
 BATCHES = {
     "ego, channels": (32, BatchOptions(sample_nodes=14, samples=8)),
     "ego, buckets": (32, BatchOptions(sample_nodes=14, samples=8, bias="bucket")),
@@ -51,10 +52,12 @@ def measure(nodes: int, name: str) -> dict[str, Any]:
         dp: builder.plan(everyone, targets * dp, np.random.default_rng(SEED))
         for dp in sorted({share.dp for share in SHARES.values()})
     }
+    assert all(len(of_dp[0]) == targets * dp for dp, of_dp in items.items()), "the graph is too small for 64 ranks"
     seconds: dict[str, list[float]] = {share: [] for share in SHARES}
     for round_ in range(ROUNDS + 1):
         for label, share in SHARES.items():
-            item = items[share.dp][round_ % len(items[share.dp])]
+            full = [item for item in items[share.dp] if len(item) == targets * share.dp]
+            item = full[round_ % len(full)]
             started = time.process_time()
             builder.build(item, mask, np.random.default_rng(round_), share)
             seconds[label].append(time.process_time() - started)
@@ -74,7 +77,11 @@ def measure(nodes: int, name: str) -> dict[str, Any]:
 def main() -> None:
     """Print, and write bench/results/cpu/data/shares.json."""
     torch.set_num_threads(1)
-    print(write_rows("data/shares", [measure(nodes, name) for nodes in NODES for name in BATCHES], folder="cpu"))
+    print(
+        write_rows(
+            "data/shares", [measure(nodes, name) for name, sizes in NODES.items() for nodes in sizes], folder="cpu"
+        )
+    )
 
 
 if __name__ == "__main__":

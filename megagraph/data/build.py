@@ -83,21 +83,25 @@ class Builder(ABC):
         return self.graph.num_nodes + self.coarsening.num_parts
 
     def _batch(
-        self, regular_of: Callable[[np.ndarray], np.ndarray], supers: np.ndarray, labels: np.ndarray, share: Share
+        self,
+        size: int,
+        num_targets: int,
+        nodes_of: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]],
+        share: Share,
     ) -> Batch:
-        """The share of super nodes [B, N_s - G], labels [B, T] and regular nodes, which are made for it alone.
+        """The share of a batch of so many sequences and labels that count.
 
         Args:
-            regular_of: sequences int64 [b] of 0..B - 1 -> a new array of their nodes [b, N'], -1 = padding.
+            nodes_of: sequences int64 [b] of 0..B - 1 -> new arrays of their regular nodes [b, N'] and labels [b, T], -1
+                = padding or does not count, and their super nodes [b, N_s - G].
         """
-        num_targets = int((labels >= 0).sum())
         num_microbatches = share.num_microbatches
-        own, num_sequences = share.sequences(len(labels)), share.num_sequences(len(labels))
-        ids = np.full(num_sequences, len(labels))
+        own, num_sequences = share.sequences(size), share.num_sequences(size)
+        ids = np.full(num_sequences, size)
         ids[: len(own)] = own
-        empty = ids == len(labels)
-        sequences = np.where(empty, min(own.start, len(labels) - 1), ids)  # an empty one samples no other nodes
-        regular, supers, labels = regular_of(sequences), supers[sequences], labels[sequences]
+        empty = ids == size
+        # an empty one samples no other nodes
+        regular, labels, supers = nodes_of(np.where(empty, min(own.start, size - 1), ids))
         regular[empty] = labels[empty] = -1
         num_super = supers.shape[1] + self.structure.global_tokens
         layout = self.layout(regular.shape[1], num_super, share)

@@ -90,9 +90,11 @@ class ClusterBatches(Builder):
         self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
     ) -> Batch:
         """One batch for the regular nodes [B, N']; labels of nodes outside ``label_mask`` [V] do not count."""
+        labels = np.where((regular >= 0) & label_mask[regular], self.graph.labels[regular], -1)
         supers = np.broadcast_to(self._parts, (len(regular), len(self._parts)))
-        counts = (regular >= 0) & label_mask[regular]
-        return self._batch(regular.__getitem__, supers, np.where(counts, self.graph.labels[regular], -1), share)
+        return self._batch(
+            len(regular), int((labels >= 0).sum()), lambda own: (regular[own], labels[own], supers[own]), share
+        )
 
     def _super_rows(self, regular: np.ndarray, supers: np.ndarray) -> np.ndarray:
         """A row for each part of each sequence, unless all of its members are in the sequence."""

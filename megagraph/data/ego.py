@@ -50,14 +50,14 @@ class EgoBatches(Builder):
         own sequences only.
         """
         seed = int(rng.integers(1 << 64, dtype=np.uint64))
+        labels = np.where(label_mask[targets], self.graph.labels[targets], -1)
 
-        def regular(sequences: np.ndarray) -> np.ndarray:
-            own, which = np.unique(sequences // self.samples, return_inverse=True)
-            own = targets[own]
+        def nodes(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            places, which = np.unique(sequences // self.samples, return_inverse=True)
+            own = targets[places]
             sampled = sample_neighbors(self.pagerank(own), own, self.samples, self.num_regular - 1, seed)
-            return np.concatenate([own[which, None], sampled[which, sequences % self.samples]], axis=1)
+            regular = np.concatenate([own[which, None], sampled[which, sequences % self.samples]], axis=1)
+            return regular, labels[places][which, None], self._nearest[self.coarsening.membership[own]][which]
 
-        of_sequences = np.repeat(targets, self.samples)[:, None]
-        supers = self._nearest[self.coarsening.membership[of_sequences[:, 0]]]
-        labels = np.where(label_mask[of_sequences], self.graph.labels[of_sequences], -1)
-        return self._batch(regular, supers, labels, share)
+        counted = self.samples * int((labels >= 0).sum())
+        return self._batch(self.samples * len(targets), counted, nodes, share)

@@ -91,10 +91,8 @@ class FullBatches(Builder):
     ) -> Batch:
         """The batch; labels of nodes outside ``label_mask`` [V] do not count."""
         if share not in self._built:
-            supers = np.arange(self.coarsening.num_parts)[None]
-            self._built[share] = self._batch(
-                lambda sequences: regular[sequences], supers, self.graph.labels[regular], share
-            )
+            supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
+            self._built[share] = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share)
         built = self._built[share]
         labels = np.where(label_mask[regular], self.graph.labels[regular], -1)
         block = built.layout.block()
