@@ -152,12 +152,6 @@ PLANS_AND_SHARES = (
         'return workspace_terms(row["sequences"], row["rows"], row["rows"], row_config(row))',
     ),
     Mutant(
-        "rows of one layer",
-        "megagraph/planner/fitting.py",
-        'layers=max(int(row.get("layers", 1)), 1)',
-        'layers=min(int(row.get("layers", 1)), 1)',
-    ),
-    Mutant(
         "channels of two bytes",
         "megagraph/planner/memory.py",
         '(2 if dtype == "bf16" else 4) * config.bias_size',

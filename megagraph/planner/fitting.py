@@ -40,7 +40,6 @@ def row_config(row: Row) -> ModelConfig:
     return ModelConfig(
         in_features=row.get("in_features", 1),
         num_classes=row.get("num_classes", 1),
-        layers=max(int(row.get("layers", 1)), 1),
         dim=row["dim"],
         ffn_dim=row.get("ffn_dim", row["dim"]),
         heads=row["heads"],

@@ -10,7 +10,7 @@ import pytest
 import megagraph as mg
 from megagraph import files
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.fitting import COMPUTED, _layered, held_out_third
+from megagraph.planner.fitting import COMPUTED, _layered, held_out_third, predict_peak, row_terms
 from megagraph.planner.memory import stage_bytes
 from megagraph.planner.split import gpipe_seconds
 from megagraph.planner.terms import attention_terms, layer_terms, stage_parameters
@@ -195,3 +195,21 @@ def test_held_out_rows_are_judged_by_a_fit_that_has_not_seen_them():
     held_out = mg.planner.fit(rows).held_out
     assert held_out["time_mape"] == pytest.approx(0.5, abs=1e-6)
     assert held_out["memory_mape"] == pytest.approx(0.5, abs=1e-6)
+
+
+ROW = dict(kind="layers", layers=1, sequences=2, rows=7, columns=2.5, num_super=1, pairs=12, dim=4, ffn_dim=4, heads=2)
+ROW |= dict(bias="bucket", bias_size=3, direction="forward", seconds=1.0)
+
+
+@pytest.mark.parametrize(("targets", "scores"), [(None, 6 + 7), (7, 6 + 7), (6, 6), (2, 6)])
+def test_a_last_layer_of_regular_rows_has_none_of_super_rows(targets, scores):
+    """6 regular rows to a super node, and that one, where it is computed, to all 7; 2 heads of 2 sequences."""
+    terms = row_terms(ROW | dict(targets=targets))
+    assert terms["attention.score"] == 2 * 2 * scores and terms["pair.score"] == 2 * 2 * 12
+
+
+@pytest.mark.parametrize(("targets", "read_out"), [(None, 7), (5, 5)])
+def test_the_loss_has_a_workspace_of_the_rows_that_are_read_out(targets, read_out):
+    row = ROW | dict(kind="memory", targets=targets, in_features=1, num_classes=3, feature_rows=1, global_tokens=0)
+    sizes = [predict_peak(memory, row) for memory in ({}, {"workspace.class": 1.0})]
+    assert sizes[1] - sizes[0] == 2 * read_out * 3

@@ -89,3 +89,16 @@ def test_what_was_not_measured_is_taken_from_what_was():
     # a sum is two exchanges of half of the bytes
     assert Links({"across": sends}, 1).all_reduce(plan) == (2 * 0.5, 2.0)
     assert Links({}, 1).boundaries(mg.Plan(pp=2, num_microbatches=2), 8.0) == [Wire(out=0, back=1)]
+
+
+def test_a_halo_inside_a_node_takes_its_links():
+    """Rings of two ranks lie in nodes of four; those of eight leave them, and four ranks share a link."""
+    links = Links(RATES, 4)
+    assert links.shared(mg.Plan(cp=2, dp=4), 8.0) == 8 * NODE["transfer.byte"] + NODE["transfer.call"]
+    assert links.shared(mg.Plan(cp=8), 8.0) == 4 * 8 * ACROSS["transfer.byte"] + ACROSS["transfer.call"]
+
+
+def test_replicas_are_in_groups_where_they_share_a_link():
+    assert Links(RATES, 1).groups(mg.Plan(pp=2)) == 1 and Links(RATES, 2).groups(mg.Plan(pp=2, dp=2)) == 2
+    assert Links(RATES).groups(mg.Plan(pp=2, dp=2)) == Links(RATES, 4).groups(mg.Plan(pp=2, dp=2)) == 1
+    assert Links(RATES, 2, own=True).groups(mg.Plan(pp=2, dp=2)) == 1

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import megagraph as mg
+from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
 from megagraph.cli import main
 from megagraph.cli.planner import read_rows
 from megagraph.planner import profile as module
@@ -167,6 +168,8 @@ def test_rows_of_the_attention_bench_are_rows_of_attention(tmp_path):
     assert [(r["kind"], r["dtype"]) for r in check_rows(made)] == [("attention", "fp32")]
     assert made[0]["dim"] == 8 and made[0]["seconds"] == 1e-3
     assert made[0]["impl"] == "blocked"
+    forms = [row | dict(form=form) for form in ("bucket", "projected")]
+    assert [r["bias_size"] for r in bench_rows(forms)] == [NUM_BUCKETS, NUM_CHANNELS]
     benchmarks = [{"extra_info": one} for one in (row, row | dict(contender="megagraph_reference"))]
     (tmp_path / "bench.json").write_text(json.dumps({"benchmarks": benchmarks}))  # as pytest-benchmark writes it
     (tmp_path / "profile.json").write_text(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import megagraph as mg
 from megagraph.planner.search import HEADROOM, lightest_split, shapes
+from megagraph.planner.split import balance
 from tests.planner import synthetic
 from tests.planner.test_split import all_splits
 
@@ -112,8 +114,6 @@ def test_partly_fixed_plans(cost):
 
 
 def test_lightest_split():
-    import numpy as np
-
     rng = np.random.default_rng(0)
     for _ in range(50):
         num_stages, num_layers = 4, 9
@@ -137,3 +137,31 @@ def test_a_part_of_the_memory_stays_free(cost):
     assert found.best.peak_bytes == pytest.approx(lightest)
     with pytest.raises(mg.planner.NoFeasiblePlan, match="8% headroom"):
         mg.planner.search(cost, CONFIG, 1, lightest / 0.9201)
+
+
+def test_interleaved_stages_may_be_of_one_layer_each(cost):
+    found = shapes(replace(CONFIG, layers=4), 2, cost.workload, {})
+    assert any(plan.schedule == "interleaved" and plan.pp == 2 for plan in found)
+    assert not any(plan.schedule == "interleaved" for plan in shapes(replace(CONFIG, layers=3), 2, cost.workload, {}))
+
+
+def test_a_profile_names_model_and_workload(cost):
+    whole = replace(cost, model=CONFIG)
+    assert whole.profiled() == (CONFIG, cost.workload)
+    for name in ("model", "workload"):
+        with pytest.raises(ValueError, match="the rows of the cost model name no model"):
+            replace(whole, **{name: None}).profiled()
+
+
+@pytest.mark.parametrize("slowness", [(), (2.0, 3.0, 2.5, 2.0), (1.0, 1.0, 0.5, 4.0)])
+def test_no_plan_is_faster_than_its_bound(cost, slowness):
+    given = replace(cost, slowness=slowness)
+    closest = []
+    for seconds, _, plan in everything(given, 4):
+        work = given.rank_work(CONFIG, plan)
+        tables = given.stage_tables(work)
+        free, _ = balance(
+            tables, np.zeros((plan.num_stages, CONFIG.layers - plan.num_stages + 2)), 1.0, plan.num_microbatches
+        )
+        closest.append(given.step_bound(work, free, tables) / seconds)
+    assert max(closest) <= 1 + 1e-9 and (slowness or max(closest) > 1 - 1e-9)
