@@ -78,6 +78,7 @@ TESTS = {
     "megagraph/planner/fitting.py": FIT,
     "megagraph/planner/measure/": FIT,
     "megagraph/planner/profile.py": FIT,
+    "megagraph/planner/rows.py": FIT,
     "megagraph/planner/": (*PLANS, "tests/planner/test_split.py"),
     "megagraph/epochs.py": ("tests/test_train.py", *RUNS),
     "megagraph/": (*RUNS, "tests/test_train.py"),
