@@ -92,9 +92,13 @@ def test_the_comparison_can_fail(batching):
         assert len(set(counts[:, 0])) == 4
         return
     assert (counts[:, 0] > 0).tolist() == [True, False, True, False]  # the target is a row of cp rank 0
-    name = case_name((2, 1, 2), batching, "fp64", optimizer="sgd")
-    last = [result[name]["targets"][-1] for result in ranks.results(4)]
-    assert last[0] > 0 and last[1] == 0  # the last batch has sequences for dp rank 0 alone
+    last = {
+        name: [result[name]["targets"][-1] for result in ranks.results(4)]
+        for name in (case_name((2, 1, 2), batching, "fp64", optimizer="sgd"), "uneven-pp")
+    }
+    even, uneven = last.values()
+    assert even[0] == even[1] > 0  # the two sequences of the last batch are dealt out
+    assert uneven[0] == 0 < uneven[1]  # to the larger of unequal shares alone
 
 
 @pytest.mark.parametrize(
