@@ -67,15 +67,15 @@ def worker() -> None:
     if rank == 0:
         cost = fit(profiled)
         found = search(cost, cost.profiled()[0], BED.ranks, auto.memory_bytes(DEVICE))
-        plans = tuple(candidate.plan for candidate in found.candidates if candidate.pruned is None)
+        front = [candidate.plan for candidate in found.pareto]
+        possible = [candidate.plan for candidate in found.candidates if candidate.pruned is None]
+        plans = tuple(dict.fromkeys([*front, *possible]))
         rows = predict(cost, plans)
-        points = [(row["predicted_seconds"], max(row["predicted_bytes"])) for row in rows]
-        chosen = {i for i, point in enumerate(points) if not any(beats(other, point) for other in points)}
-        for i in chosen:
-            rows[i]["front"] = True
-        others = [i for i in range(len(rows)) if i not in chosen]
-        chosen |= set(random.Random(0).sample(others, min(DRAWN, len(others))))
-        shared = [[(i, plans[i]) for i in sorted(chosen)]]
+        for row in rows[: len(front)]:
+            row["front"] = True
+        others = range(len(front), len(plans))
+        drawn = random.Random(0).sample(others, min(DRAWN, len(others)))
+        shared = [[(i, plans[i]) for i in (*range(len(front)), *sorted(drawn))]]
         write_rows("pareto/profile", profiled, folder="cpu")
     dist.broadcast_object_list(shared)
     run_plans: list[tuple[int, Plan]] = shared[0]
@@ -96,11 +96,6 @@ def worker() -> None:
         write_rows("pareto/plans", [row | {"bed": asdict(BED)} for row in rows], folder="cpu")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def beats(other: tuple[float, float], point: tuple[float, float]) -> bool:
-    """Whether another plan takes no more of either, and less of one."""
-    return other != point and other[0] <= point[0] and other[1] <= point[1]
 
 
 def kind_of(row: dict[str, Any]) -> str:

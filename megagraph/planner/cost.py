@@ -198,7 +198,11 @@ class CostModel:
     def step_terms(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> dict[str, float]:
         """``explain`` from the seconds of stages."""
         plan = work.plan
-        passes = [self._passes(work, layers, tables, *replica) for replica in self._replicas(work)]
+        passes = []
+        for sequences, slowness in self._replicas(work):
+            largest = sequences == work.batch_sequences
+            own = work if largest else work.of_sequences(sequences)
+            passes.append(self._passes(own, layers, tables if largest else self.stage_tables(own), slowness))
         compute, pipeline = (max(seconds) for seconds in list(zip(*passes, strict=True))[:2])
         ends = np.max([ends for *_, ends in passes], axis=0)
         parameters = stage_parameters(work.config, layers, work.codes).reshape(-1, plan.pp).sum(axis=0)
@@ -223,17 +227,10 @@ class CostModel:
         return set(zip(plan.sequences(work.whole_batch), slowness, strict=True))
 
     def _passes(
-        self, work: RankWork, layers: Sequence[int], tables: StageTables, sequences: int, slowness: tuple[float, ...]
+        self, work: RankWork, layers: Sequence[int], tables: StageTables, slowness: tuple[float, ...]
     ) -> tuple[float, float, Floats]:
-        """Seconds of a replica: its slowest rank computes, the whole pipeline, and when each rank is done.
-
-        Args:
-            tables: of the replica that has most sequences.
-        """
+        """Seconds of a replica: its slowest rank computes, the whole pipeline, and when each rank is done."""
         plan = work.plan
-        if sequences != work.batch_sequences:
-            work = work.of_sequences(sequences)
-            tables = self.stage_tables(work)
         forward, backward = tables.stages(layers)
         of_stages = np.tile(slowness, plan.stages_per_rank)
         for factor in set(slowness) - {1.0}:
@@ -260,7 +257,7 @@ class CostModel:
             key = sequences, replicas[which]
             if key not in seconds:
                 own = work.of_sequences(num * sequences)
-                seconds[key] = self._passes(own, layers, self.stage_tables(own), num * sequences, replicas[which])[1]
+                seconds[key] = self._passes(own, layers, self.stage_tables(own), replicas[which])[1]
             return seconds[key]
 
         counts = [1] * len(replicas)  # of a micro-batch

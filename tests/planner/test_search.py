@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import megagraph as mg
+from bench.experiments.search import bound_of
 from megagraph.planner.search import HEADROOM, lightest_split, shapes
-from megagraph.planner.split import balance
 from tests.planner import synthetic
 from tests.planner.test_split import all_splits
 
@@ -156,12 +156,5 @@ def test_a_profile_names_model_and_workload(cost):
 @pytest.mark.parametrize("slowness", [(), (2.0, 3.0, 2.5, 2.0), (1.0, 1.0, 0.5, 4.0)])
 def test_no_plan_is_faster_than_its_bound(cost, slowness):
     given = replace(cost, slowness=slowness)
-    closest = []
-    for seconds, _, plan in everything(given, 4):
-        work = given.rank_work(CONFIG, plan)
-        tables = given.stage_tables(work)
-        free, _ = balance(
-            tables, np.zeros((plan.num_stages, CONFIG.layers - plan.num_stages + 2)), 1.0, plan.num_microbatches
-        )
-        closest.append(given.step_bound(work, free, tables) / seconds)
+    closest = [bound_of(given, CONFIG, given.workload, plan) / seconds for seconds, _, plan in everything(given, 4)]
     assert max(closest) <= 1 + 1e-9 and (slowness or max(closest) > 1 - 1e-9)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from megagraph.attention.exchange import make_exchange
 from megagraph.planner.measure.clock import average
 
 WORK = 512  # rows and columns of the matrices that ranks multiply before a message: some ms of a core
@@ -47,6 +49,7 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
         groups["across"] = ranks
     nodes = [dist.new_group(range(first, min(first + per_node, ranks))) for first in range(0, ranks, per_node)]
     group_of = {"node": nodes[rank // per_node], "across": dist.group.WORLD}
+    rings = {link: make_exchange(DeviceMesh.from_group(group_of[link], device.type), device) for link in groups}
     sizes = [size for size in (2**10, 2**14, 2**18, 2**20, 2**22) if size <= max(2**18, 2 * largest)]
     left = len(sizes) * (len(peers) + 2 * len(groups))
     until = time.perf_counter() + budget_seconds
@@ -75,17 +78,10 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
                     second(message, peer if rank == 0 else 0)
 
             measure({"kind": "transfer", "link": link}, exchange, 0.5)
-        for link, count in groups.items():
-            first = rank - rank % count
-            there, here = (first + (rank + step) % count for step in (1, count - 1))
+        for link in groups:
 
-            def shift(message: Tensor = message, there: int = there, here: int = here) -> None:
-                received = torch.empty_like(message)  # receives first, as rings do
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(dist.irecv, received, here), dist.P2POp(dist.isend, message, there)]
-                )
-                for work in works:
-                    work.wait()
+            def shift(message: Tensor = message, link: str = link) -> None:
+                rings[link].shift([message], [torch.empty_like(message)])()
 
             measure({"kind": "hop", "link": link}, shift, 1.0)
         for link, count in groups.items():
