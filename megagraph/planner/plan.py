@@ -7,13 +7,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
-import numpy as np
-
 from megagraph import files
 from megagraph.data.batch import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
+# a schedule is made of all stages and micro-batches
 _MOST = {"pp": 1 << 20, "cp": 1 << 20, "dp": 1 << 20, "stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
 
 
@@ -175,7 +174,7 @@ class Plan:
 
     def sequences(self, batch_sequences: int) -> list[int]:
         """Of a batch of so many, those of every replica."""
-        return np.diff(deal(batch_sequences, self.shares or (1,) * self.dp)).tolist()
+        return [stop - start for start, stop in pairwise(deal(batch_sequences, self.shares or (1,) * self.dp))]
 
     def most_sequences(self, batch_sequences: int) -> int:
         """Those of the replica that has most."""
