@@ -5,8 +5,8 @@
 
 Four processes of one host, each with 0.45 of a core (``bench/network.py``), profile as ``megagraph profile`` does. Rank
 0 fits and lets the search find all plans, each with its fastest split of the layers and with its lightest; all of them
-are run on paper before any runs. Those on the predicted front, and DRAWN others of seed 0, then make a step to warm up,
-one that counts the bytes of all tensors alive at their peak, and ROUNDS timed ones, all plans once before any again.
+are run on paper before any runs. Those on the predicted front, and DRAWN others of seed 0, then make two steps to warm
+up that count the bytes of all tensors alive at their peak, and ROUNDS timed ones, all plans once before any again.
 Losses of all must agree.
 
 Fixed: graph, model, batch and optimizer of ``bench.paper.cluster``.
@@ -82,9 +82,10 @@ def worker() -> None:
     steps, losses = [], []
     for i, plan in run_plans:
         step, track = bench.build(plan)
-        losses.append(step()[0])
+        loss, most = track()
+        losses.append(loss)
         peaks: list[Any] = [None] * BED.ranks
-        dist.all_gather_object(peaks, track())
+        dist.all_gather_object(peaks, most)
         steps.append(step)
         if rank == 0:
             rows[i]["measured_bytes"] = peaks

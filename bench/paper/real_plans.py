@@ -5,8 +5,8 @@
 
 Both processes join one group (gloo). They profile as ``megagraph profile`` does, without a loader as every step below
 takes the same batch; rank 0 fits, predicts every plan, and lets the search choose one, all before any plan runs. Then
-every plan is built and makes a step to warm up, another one that counts its memory (the bytes of all tensors alive, at
-their peak), and ROUNDS timed steps, all plans once before any runs again; a step is timed from barrier to barrier. The
+every plan is built and makes two steps to warm up that count its memory (the bytes of all tensors alive, at their
+peak), and ROUNDS timed steps, all plans once before any runs again; a step is timed from barrier to barrier. The
 fastest five and the chosen one then run FINAL_ROUNDS rounds more. The losses of all plans must agree.
 
 Fixed: a synthetic graph of 4,400 nodes, 64 features, seed 0; HierarchicalGT of 8 layers, d = 128, 4 heads, FFN 128,
@@ -95,8 +95,8 @@ class Bench:
         )
         return [row for row in rows if row["kind"] != "stall"]
 
-    def build(self, plan: Plan) -> tuple[Callable[[], tuple[float, float]], Callable[[], int]]:
-        """A step, which gives its loss and seconds, and one that gives its peak of live bytes."""
+    def build(self, plan: Plan) -> tuple[Callable[[], tuple[float, float]], Callable[[], tuple[float, int]]]:
+        """A step, which gives its loss and seconds, and the first two, which give a loss and the peak of live bytes."""
         config = replace(self.config, checkpoint=plan.checkpoint)
         degrees = (plan.pp, plan.dp, plan.cp)
         if degrees not in self._meshes:
@@ -124,14 +124,11 @@ class Bench:
             dist.barrier()
             return loss, time.perf_counter() - started
 
-        def track() -> int:
-            moments = []
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-                moments += [x for state in optimizer.state.values() for x in state.values()]
-            with LiveBytes(*given, *moments) as counted:
+        def track() -> tuple[float, int]:
+            with LiveBytes(*given) as counted:
+                loss, _ = step()  # makes what stays: moments, and buffers of what stages receive
                 step()
-            return counted.peak
+            return loss, counted.peak
 
         return step, track
 
@@ -172,9 +169,10 @@ def _worker(rank: int, folder: str) -> None:
     steps, losses, peaks = [], [], []
     for plan in plans:
         step, track = bench.build(plan)
-        losses.append(step()[0])
+        loss, most = track()
+        losses.append(loss)
         peak: list[Any] = [None] * RANKS
-        dist.all_gather_object(peak, track())
+        dist.all_gather_object(peak, most)
         peaks.append(peak)
         steps.append(step)
         if rank == 0:

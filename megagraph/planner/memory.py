@@ -50,7 +50,7 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats, kept: Kept | None 
     if plan.shard:
         parameters /= replicas
     gradients = parameters * (1 if plan.shard or replicas == 1 else 2)  # DDP holds buckets, too
-    activations = _of_stages(kept or kept_bytes(rates, work), work, counts)
+    activations, boundary = _with_boundaries(_of_stages(kept or kept_bytes(rates, work), work, counts), work)
     flight = np.array(in_flight(plan), float).T.reshape(-1, 1)
     if plan.schedule == "gpipe" and (
         plan.pp > 1 or plan.num_microbatches == 1
@@ -58,7 +58,6 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats, kept: Kept | None 
         activations = np.maximum(flight * activations, (flight - 1) * activations + gradients)
     else:
         activations = flight * activations + gradients
-    boundary = np.full_like(activations, 0.0 if plan.pp == 1 else work.hidden_bytes * plan.num_microbatches)
     boundary[0] += work.batch_sequences * feature_bytes(work.feature_rows, config.in_features, work.codes)
     parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
     return parts | {"allocator": (_process_factor(rates) - 1) * reduce(add, parts.values())}
@@ -82,21 +81,41 @@ def kept_bytes(rates: Rates, work: RankWork) -> Kept:
 
 def _of_stages(kept: Kept, work: RankWork, counts: Floats) -> Floats:
     """What every stage keeps of a micro-batch; ``counts`` and result [stages, C]."""
-    # checkpointed: the inputs of all, and one layer that is computed again
     checkpoint = work.plan.checkpoint
-    stages = counts * work.hidden_bytes + kept.layer if checkpoint else counts * kept.layer
+    stages = counts * (work.hidden_bytes if checkpoint else kept.layer)
     stages[0] += kept.embedding
     stages[-1] += kept.head + (0.0 if checkpoint else kept.last_layer - kept.layer)
     return stages
 
 
-def shared_bytes(rates: Rates, work: RankWork) -> float:
-    """What a rank holds once, however many stages and layers: the batch's data, workspace, ring buffers."""
+def _with_boundaries(kept: Floats, work: RankWork) -> tuple[Floats, Floats]:
+    """What every stage keeps of a micro-batch in flight, and what it holds of all; [stages, C] each.
+
+    torch has a buffer for each hidden state and gradient that a stage receives, one of which is the input of its first
+    layer, and keeps its results until their backward pass. Schedules that do not wait for what they send hold all of it
+    until the end of a step: results, and gradients in the place of what was kept for them.
+    """
+    hidden, num = work.hidden_bytes, work.plan.num_microbatches
+    before, after = (np.ones_like(kept) for _ in range(2))
+    before[0] = after[-1] = 0.0
+    boundary = num * hidden * (before + after)
+    if work.plan.schedule in ("interleaved", "zero_bubble"):
+        kept, boundary = kept - 2 * hidden * before, 2 * boundary
+    else:
+        kept = kept + hidden * (after - before)
+    return np.maximum(kept, 0.0), boundary
+
+
+def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> float:
+    """What a rank holds once, however many stages, layers and micro-batches: the batch's data, workspace, ring buffers,
+    a layer that is computed again; ``kept`` as above."""
     plan, config = work.plan, work.config
     data = work.rows * work.columns * pair_bytes(config, work.dtype)
     if work.pairs:
         data = listed_bytes(work.rows, work.num_super, work.pairs)
     total = work.batch_sequences * data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
+    if plan.checkpoint:
+        total += (kept or kept_bytes(rates, work)).layer
     if plan.cp > 1 and plan.comm == "allgather":
         total += plan.cp * work.gradients_of_keys * work.block_bytes  # the gradients of k and v of all nodes
     elif plan.comm == "halo":

@@ -39,7 +39,7 @@ def order_of(pp: int, per_rank: int, num: int, all_forward_first: bool, rank: in
 
 @cache
 def slots_of(pp: int, per_rank: int, num: int, rank: int) -> tuple[Work | None, ...]:
-    """What a rank does in each time slot of the interleaved schedule; ranks that trade meet at the end of a slot."""
+    """What a rank does in each time slot of the interleaved schedule, were all works as long as each other."""
     per_round = num // max(1, num // pp)
     turns = [turn // per_round % per_rank for turn in range(num * per_rank)]
     forward = _numbered([turn * pp + rank for turn in turns], False)

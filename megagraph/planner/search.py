@@ -321,8 +321,9 @@ class _Search:
         key = work.plan.cp, work.sequences, work.plan.comm
         if key not in self._kept:
             self._kept[key] = kept_bytes(rates, work)
-        stages = reduce(add, stage_bytes(rates, work, counts, self._kept[key]).values())
-        return stages + shared_bytes(rates, work) / work.plan.stages_per_rank
+        kept = self._kept[key]
+        stages = reduce(add, stage_bytes(rates, work, counts, kept).values())
+        return stages + shared_bytes(rates, work, kept) / work.plan.stages_per_rank
 
     def _fastest(
         self, work: RankWork, tables: StageTables, taken: Floats

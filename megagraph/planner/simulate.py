@@ -3,19 +3,19 @@
 A message starts when both ends have asked for it and its link is free, and has the link for itself for as long as its
 bytes take, less what the link makes up for after it was idle. Several pipelines may share links. A rank asks for what
 it receives when its schedule does: GPipe just before the work that needs it, 1F1B together with what it sends,
-schedules of several stages a rank in time slots, at whose ends all ranks that trade wait for each other. Over gloo the
-receiver says so on the way of its own data, behind what it sends at the time, and is heard after a latency: two ranks
-that trade at the same moment do so both ways at once, else one after the other.
+interleaved and zero-bubble works ahead, without waiting for what they send. Over gloo the receiver says so on the way
+of its own data, behind what it sends at the time, and is heard after a latency: two ranks that trade at the same moment
+do so both ways at once, else one after the other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import cache
 from heapq import heappop, heappush
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from megagraph.planner.links import Wire
@@ -68,7 +68,9 @@ def programs(plan: Plan) -> tuple[Program, ...]:
 def _programs(pp: int, per_rank: int, num: int, schedule: str) -> tuple[Program, ...]:
     last = pp * per_rank - 1
     if per_rank > 1:
-        return tuple(map(tuple, _in_slots([slots_of(pp, per_rank, num, rank) for rank in range(pp)], last)))
+        return tuple(map(tuple, _as_it_comes([slots_of(pp, per_rank, num, rank) for rank in range(pp)], last)))
+    if schedule == "zero_bubble":
+        return tuple(map(tuple, _as_it_comes([order_of(pp, 1, num, False, rank) for rank in range(pp)], last)))
     make = _gpipe if schedule == "gpipe" else _one_forward_one_backward
     return tuple(tuple(make(order_of(pp, 1, num, schedule == "gpipe", rank), last)) for rank in range(pp))
 
@@ -122,21 +124,31 @@ def _one_forward_one_backward(works: Sequence[Work], last: int) -> Iterator[Work
     yield Wait(sent(works[-1], last))
 
 
-def _in_slots(slots: Sequence[Sequence[Work | None]], last: int) -> list[list[Work | Ask | Wait]]:
-    """Of all ranks: a slot is a work and the messages that works of this slot let go."""
+def _as_it_comes(slots: Sequence[Sequence[Work | None]], last: int) -> list[list[Work | Ask | Wait]]:
+    """Of all ranks, which take turns of a slot each: with the work that makes a message its receiver asks for it, so
+    that it comes while the receiver works on something else, and is awaited before the work that needs it."""
     made: list[list[Work | Ask | Wait]] = [[] for _ in slots]
-    for now in zip_longest(*slots):
-        send: list[list[Work]] = [[] for _ in slots]
-        receive: list[list[Work]] = [[] for _ in slots]
-        for rank, work in enumerate(now):
-            if work is not None:
-                made[rank].append(work)
-                for message in sent(work, last):
-                    send[rank].append(message)
-                    receive[(rank + (-1 if work.backward else 1)) % len(slots)].append(message)
-        for program, going, coming in zip(made, send, receive, strict=True):
-            if going or coming:
-                program += [Ask(tuple(going), tuple(coming)), Wait((*going, *coming))]
+    asked: set[Work] = set()
+    left = [deque(slots_of_rank) for slots_of_rank in slots]
+    while any(left):
+        for program, todo in zip(made, left, strict=True):
+            if not todo:
+                continue
+            work = todo[0]
+            message = None if work is None else needed(work, last)
+            if message is not None and message not in asked:
+                continue
+            todo.popleft()
+            if work is None:
+                continue
+            program += [work] if message is None else [Wait((message,)), work]
+            for result in sent(work, last):
+                asked.add(result)
+                program.append(Ask((result,), ()))
+                to = work.stage + (-1 if work.backward else 1)
+                made[to % len(slots)].append(Ask((), (result,)))
+    for program in made:
+        program.append(Wait(tuple(message for step in program if isinstance(step, Ask) for message in step.send)))
     return made
 
 

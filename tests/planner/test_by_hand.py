@@ -161,14 +161,45 @@ def test_bytes_of_two_stages(comm, bias, pair_bytes):
     hidden = 2 * (3 + 1) * 4 * 4  # 2 sequences of a micro-batch, rows, channels, fp32
     block = 2 * 3 * 4 * 4 * 2  # the same of regular nodes, keys and values
     once = data + {"ring": 4 * block + hidden, "allgather": 2 * block}[comm]
-    # all gathered, a layer keeps keys and values of the 3 rows of others, of the micro-batch before
+    # all gathered, a layer keeps keys and values of the 3 rows of others, of the micro-batch before; and the first
+    # stage its result, where the last one has its input in a buffer
     kept = {"ring": 0, "allgather": 2 * 3 * 4 * 4 * 2}[comm]
-    # parameters, two moments, gradients and DDP's buckets; what waits on its way between stages, 2 micro-batches
-    either = [4 * 5 * num + kept + 2 * hidden + once for num in (first + layer, layer + last)]
+    first_kept, last_kept = kept + hidden, max(0, kept - hidden)
+    # parameters, two moments, gradients and DDP's buckets; buffers for gradients or hidden states of 2 micro-batches
+    either = [4 * 5 * num + 2 * hidden + once for num in (first + layer, layer + last)]
     features = 4 * 5 / 2 * 3 * 4  # a rank has half of each sequence's 5 rows of 3 features
     plan = mg.Plan(pp=2, cp=2, comm=comm, num_microbatches=2)
     got = cost_model().memory_bytes(config, plan)
-    assert got == pytest.approx([either[0] + features, either[1]], rel=1e-12)
+    assert got == pytest.approx([either[0] + first_kept + features, either[1] + last_kept], rel=1e-12)
+
+
+# the first stage: inputs of a layer and results of 3 micro-batches beside gradients of all parameters, or of 2
+IN_FLIGHT = {"gpipe": 3, "1f1b": 2}
+
+
+@pytest.mark.parametrize("schedule", IN_FLIGHT)
+def test_a_rank_computes_one_layer_again_at_a_time(schedule):
+    """A layer keeps 1000 times its input, which is there alone until it runs again; 4 buffers for hidden states, in
+    which the last stage has its inputs, or for gradients."""
+    cost = cost_model(memory={"kept.element": 4000.0})
+    first, layer, last = parameters(CONFIG)
+    hidden = 7 * 4 * 4  # of the one sequence of a micro-batch
+    expected = [4 * 4 * num + 4 * hidden + 1000 * hidden + 4 * 7 * 7 for num in (first + layer, layer + last)]
+    expected[0] += IN_FLIGHT[schedule] * 2 * hidden + 4 * 5 * 3 * 4
+    plan = mg.Plan(pp=2, num_microbatches=4, schedule=schedule, checkpoint=True)
+    assert cost.memory_bytes(CONFIG, plan) == pytest.approx(expected, rel=1e-12)
+
+
+def test_interleaved_stages_hold_what_they_send():
+    """Four stages of a layer on two ranks, each of which has 3 ends of a boundary: what 2 micro-batches send and
+    receive there is all held at the end."""
+    four = replace(CONFIG, layers=4)
+    first, layer, last = parameters(four)
+    hidden = 2 * 7 * 4 * 4  # of the two sequences of a micro-batch
+    expected = [4 * 4 * num + 2 * 2 * 3 * hidden + 4 * 7 * 7 for num in (first + 2 * layer, 2 * layer + last)]
+    expected[0] += 4 * 5 * 3 * 4
+    plan = mg.Plan(pp=2, stages_per_rank=2, num_microbatches=2, schedule="interleaved")
+    assert cost_model().memory_bytes(four, plan) == pytest.approx(expected, rel=1e-12)
 
 
 def test_products_are_those_that_torch_counts():

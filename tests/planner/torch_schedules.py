@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _add_send_recv
 
 # (backward, stage, micro-batch): a work, or the message with its result
 Name = tuple[bool, int, int]
@@ -99,33 +99,31 @@ def one_forward_one_backward(rank: int, pp: int, num: int) -> Iterator[Action]:
 
 
 def interleaved(rank: int, pp: int, num: int, per_rank: int) -> Iterator[Action]:
-    """PipelineScheduleMulti._step_microbatches."""
-    last = pp * per_rank - 1
-    orders = [torch_slots(pp, per_rank, num, other) for other in range(pp)]
-    stages = range(rank, pp * per_rank, pp)
-    previous = {(stage - 1) % pp for stage in stages if stage > 0}
-    following = {(stage + 1) % pp for stage in stages if stage < last}
-
-    def at(other: int, slot: int) -> tuple[bool, int, int] | None:
-        action = orders[other][slot] if slot < len(orders[other]) else None
-        if action is None:
-            return None
-        return action.computation_type.name != "FORWARD", action.stage_index, action.microbatch_index
-
-    for slot in range(len(orders[rank])):
-        sends, receives = [], []
-        mine = at(rank, slot)
-        if mine is not None:
-            yield "work", mine
-            if (mine[1] > 0) if mine[0] else (mine[1] < last):
-                sends.append(mine)
-        for neighbours, backward, step in ((previous, False, 1), (following, True, -1)):
-            for other in neighbours:
-                theirs = at(other, slot)
-                if theirs is not None and theirs[0] == backward and theirs[1] + step in stages:
-                    receives.append(theirs)
-        yield "post", sends, receives
-        yield "wait", sends + receives
+    """_PipelineScheduleRuntime._step_microbatches, of the actions that torch makes of the order."""
+    orders = {other: torch_slots(pp, per_rank, num, other) for other in range(pp)}
+    actions = _add_send_recv(orders, stage_to_rank=lambda stage: stage % pp, num_stages=pp * per_rank)[rank]
+    sends = []
+    for action in actions:
+        stage, i = action.stage_index, action.microbatch_index
+        match action.computation_type.name:
+            case "SEND_F" | "SEND_B" as name:
+                sends.append((name == "SEND_B", stage, i))
+                yield "post", sends[-1:], []
+            case "RECV_F":
+                yield "post", [], [(False, stage - 1, i)]
+            case "RECV_B":
+                yield "post", [], [(True, stage + 1, i)]
+            case "FORWARD":
+                if stage > 0:
+                    yield "wait", [(False, stage - 1, i)]
+                yield "work", (False, stage, i)
+            case "FULL_BACKWARD":
+                if stage < pp * per_rank - 1:
+                    yield "wait", [(True, stage + 1, i)]
+                yield "work", (True, stage, i)
+            case other:
+                raise AssertionError(other)
+    yield "wait", sends
 
 
 def ticks(
