@@ -17,6 +17,7 @@ from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
 from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, measures, open_run
 from megagraph.models.transformer import is_bias
+from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.mesh import on_rank_zero
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.replicate import gather_tensors
@@ -99,7 +100,7 @@ class BiasEffect:
 
 def bias_effect(
     pipeline: Pipeline,
-    loader: Loader,
+    loader: Loader | NodeLoader,
     nodes: np.ndarray,
     classes: np.ndarray | None = None,
     between: Callable[[], None] = lambda: None,

@@ -7,6 +7,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -24,12 +25,14 @@ from megagraph.config import AUTO, TrainConfig
 from megagraph.data.batch import Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
+from megagraph.data.loader import Loader
 from megagraph.evaluate import (
     class_probabilities,
     make_loader,
     measures,
 )
 from megagraph.models.transformer import GraphTransformer, is_bias
+from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
@@ -156,9 +159,18 @@ class Epochs:
             run.folder / "checkpoints", run=run.id, data=data, config=config.numbers(), keep=config.keep
         )
         share = own_share(pipeline.plan, pipeline.mesh)
-        self.train_loader = make_loader(config, builder, split.train, shuffle=True, share=share)
+        # a full batch is built once, by everyone
+        stages = None if config.batching == "full" else stages_of_node(pipeline.mesh)
+
+        def load(nodes: np.ndarray, *, shuffle: bool) -> Loader | NodeLoader:
+            if stages is None:
+                return make_loader(config, builder, nodes, shuffle=shuffle, share=share)
+            own = config if builds(stages) else replace(config, workers=0)
+            return NodeLoader(make_loader(own, builder, nodes, shuffle=shuffle, share=share), stages)
+
+        self.train_loader = load(split.train, shuffle=True)
         self.eval_nodes = np.concatenate([split.val, split.test])
-        self.eval_loader = make_loader(config, builder, self.eval_nodes, share=share)
+        self.eval_loader = load(self.eval_nodes, shuffle=False)
         self.optimizers = make_optimizers(pipeline, config)
         in_stages = pipeline.plan.pp > 1
         traced = partial(recorder, run.folder / "trace", rank(), run=run.id, pipeline=in_stages)

@@ -25,6 +25,7 @@ from megagraph.data.prepare import prepare
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
+from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
@@ -102,7 +103,7 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
 
 def class_probabilities(
     pipeline: Pipeline,
-    loader: Loader,
+    loader: Loader | NodeLoader,
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> np.ndarray:
@@ -125,7 +126,7 @@ def class_probabilities(
 
 def _votes(
     pipeline: Pipeline,
-    loader: Loader,
+    loader: Loader | NodeLoader,
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -59,7 +59,7 @@ def _start(world_size: int, only: str) -> list[dict[str, Any]] | Exception:
 def _run_cases(rank: int, world_size: int, folder: str, only: str) -> None:
     from tests.attention.ring_cases import ring_cases
     from tests.checkpoint_cases import checkpoint_cases
-    from tests.parallel.cases import agreement_cases, layout_cases
+    from tests.parallel.cases import agreement_cases, delivery_cases, layout_cases
 
     warnings.simplefilter("error")  # as for the tests themselves
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def _run_cases(rank: int, world_size: int, folder: str, only: str) -> None:
     timeout = timedelta(seconds=600)  # on a busy machine a rank that compiles first is minutes late
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timeout)
     cases = ring_cases(world_size) | layout_cases(world_size) | agreement_cases(world_size, folder)
-    cases |= checkpoint_cases(world_size, folder)
+    cases |= checkpoint_cases(world_size, folder) | delivery_cases(world_size)
     outcomes = {name: case() for name, case in cases.items() if name.startswith(only)}
     torch.save(outcomes, Path(folder) / f"{rank}.pt")
     dist.barrier()

@@ -63,6 +63,12 @@ class Share:
 WHOLE = Share()
 
 
+def no_rows(in_features: int) -> dict[str, Any]:
+    """The fields of a batch that only an embedding reads, for a rank that has none."""
+    ids = torch.empty(0, dtype=torch.int64)
+    return {"features": torch.empty(0, in_features)} | {name: ids for name in EMBEDDED if name != "features"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """One rank's share of B sequences of N slots: N' regular nodes, then N_s super nodes, the last G global tokens.
@@ -127,15 +133,25 @@ class Batch:
         non_blocking: bool = False,
     ) -> Batch:
         """The batch on ``device``, but for the fields to ``leave``."""
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
+        moved = self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
         if isinstance(self.structure, BorderedData):
             moved = replace(moved, structure=self.structure.to(device, non_blocking=non_blocking))
         return moved
 
     def pin_memory(self) -> Batch:
-        return self._map(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory)
 
-    def _map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
+    def without_features(self) -> Batch:
+        """What a rank that does not embed has of it."""
+        return replace(self, **no_rows(self.features.shape[1]))
+
+    def memory(self) -> list[Tensor]:
+        """Every tensor; of a structure all of its memory."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [_whole_rows(x) if name == "structure" else x for name, x in named if isinstance(x, Tensor)]
+
+    def map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
+        """The batch with other tensors, but for the fields to ``leave``; ``BorderedData`` stays as it is."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in leave)
         mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
         if isinstance(self.structure, BorderedData):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.data.batch import WHOLE, Batch, Share
+from megagraph.data.batch import EMBEDDED, WHOLE, Batch, Share, no_rows
 from megagraph.data.coarsen import Coarsening
 from megagraph.data.graph import Graph
 from megagraph.data.pairs import PairBuckets
@@ -117,14 +117,9 @@ class Builder(ABC):
                 regular[:, block], rows, self._super_nodes(regular), empty, layout, num_microbatches
             )
         else:
-            no_ids = torch.empty(0, dtype=torch.int64)
-            tables = (torch.empty(0, self.graph.in_features), no_ids, no_ids, no_ids)
-        features, degrees, node_ids, node_index = tables
+            tables = no_rows(self.graph.in_features)
         return Batch(
-            features=features,
-            degrees=degrees,
-            node_ids=node_ids,
-            node_index=node_index,
+            **tables,
             structure=self.structure.build(self._relabelled(regular), supers, layout),
             key_padding_mask=torch.from_numpy(padding),
             # only T slots have labels: a block beyond them slices nothing
@@ -146,9 +141,9 @@ class Builder(ABC):
         empty: np.ndarray,
         layout: NodeLayout,
         num_microbatches: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> dict[str, Tensor]:
         """A rank's regular nodes [b, <= R], rows of super nodes [b, N_s - G], all these rows, empty sequences [b] ->
-        features, degrees, ids, node_index.
+        the fields of a batch that an embedding reads.
 
         The features are as wide as those of super nodes: a learned embedding has none.
         """
@@ -185,7 +180,8 @@ class Builder(ABC):
             parts = super_rows % self.coarsening.num_parts
             # what only empty sequences hold is not read: how many there are depends on the layout
             ids[: len(rows)] = torch.from_numpy(np.where(real, np.concatenate([nodes, num_nodes + parts]), -1))
-        return features.flatten(0, 1), degrees.flatten(), node_ids.flatten(), torch.from_numpy(node_index)
+        values = (features.flatten(0, 1), degrees.flatten(), node_ids.flatten(), torch.from_numpy(node_index))
+        return dict(zip(EMBEDDED, values, strict=True))
 
 
 def rounded(degrees: np.ndarray) -> np.ndarray:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock, patch
@@ -25,6 +27,7 @@ from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
 from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
+from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
 
@@ -243,6 +246,48 @@ def layout_cases(world_size: int) -> dict[str, Callable]:
         if plan.world_size == world_size:
             cases[name] = partial(train, plan, batching, dtype, "sgd", layers=sum(plan.layers) or NUM_LAYERS)
     return cases
+
+
+DELIVERED = {(2, 1, 1): 2, (3, 1, 1): 2, (2, 1, 2): 4, (2, 2, 1): 4}  # layouts, and processes of a node
+
+
+def delivered(layout: tuple[int, int, int], batching: str) -> dict[str, Any]:
+    """Batches of a whole epoch, and of one that is left early and gone on with, beside those that are built here."""
+    plan = plan_of(layout)
+    mesh, builder = mesh_of(plan.pp, plan.cp, plan.dp), builder_of(batching)
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(DELIVERED[layout])):
+        group = stages_of_node(mesh)
+    if group is None:
+        return {"ranks": [dist.get_rank()]}
+    nodes, share = np.arange(builder.graph.num_nodes), own_share(plan, mesh)
+    loader = make_loader(config_of(batching, "fp32"), builder, nodes, shuffle=True, share=share)
+    here = [list(loader.epoch(epoch)) for epoch in (0, 1)]
+    given = NodeLoader(loader, group)
+    refused = patch.object(builder, "build", side_effect=AssertionError("built here"))
+    with nullcontext() if builds(group) else refused:
+        whole, early = list(given.epoch(0)), list(islice(given.epoch(1), 2))
+        rest = list(given.epoch(1, start=2))
+    return {
+        "ranks": dist.get_process_group_ranks(group),
+        "builds": builds(group),
+        "lengths": (len(given.epoch(0)), len(here[0])),
+        "equal": [equal_batches(*pair) for pair in zip([*whole, *early, *rest], here[0] + here[1], strict=True)],
+    }
+
+
+def equal_batches(a: Batch, b: Batch) -> bool:
+    """To the bit, and structure with as much memory between its rows."""
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(Batch)]
+    same = all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+    return same and a.structure.stride() == b.structure.stride()
+
+
+def delivery_cases(world_size: int) -> dict[str, Callable]:
+    layouts = [layout for layout in DELIVERED if np.prod(layout) == world_size]
+    return {
+        case_name(layout, batching, "delivered"): partial(delivered, layout, batching)
+        for layout, batching in product(layouts, BATCHINGS)
+    }
 
 
 def message_of(function: Callable) -> str:

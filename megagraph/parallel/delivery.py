@@ -1,0 +1,106 @@
+"""One rank of a node builds the batches of all pipeline stages there, and sends them while the last one is trained on.
+
+Stages of a pipeline read the same structure, padding and labels; only the first reads features. To sample and to look
+up the structure again in each would take as much CPU time as the first one's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megagraph.data.batch import Batch
+from megagraph.data.loader import Loader
+
+
+def stages_of_node(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks of this node that hold other stages of the same pipeline, by stage; ``None`` where there are none."""
+    if mesh is None or mesh["pp"].size() == 1:
+        return None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    of_stages = mesh.mesh.flatten(1).T.tolist()  # by pipeline and ring
+    groups: list[list[int]] = []
+    for ranks in of_stages:
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(rank // per_node, []).append(rank)
+        groups += [on_node for on_node in by_node.values() if len(on_node) > 1]
+    made = {tuple(ranks): dist.new_group(ranks, backend="gloo") for ranks in groups}  # by all ranks, in one order
+    own = dist.get_rank()
+    return next((group for ranks, group in made.items() if own in ranks), None)
+
+
+def builds(group: dist.ProcessGroup) -> bool:
+    """Whether this rank builds for its group."""
+    return dist.get_rank(group) == 0
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The batches of an epoch, in order."""
+
+    batches: Any  # of the loader
+    group: dist.ProcessGroup
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The next batch is on its way when one is given."""
+        coming: Callable[[], Batch] | None = None
+        for batch in self.batches if builds(self.group) else repeat(None, len(self)):
+            following = _receive(self.group) if batch is None else _send(batch, self.group)
+            if coming is not None:
+                yield coming()
+            coming = following
+        if coming is not None:
+            yield coming()
+
+
+class NodeLoader:
+    """A loader of every stage of a node, of which the first one's is used."""
+
+    def __init__(self, loader: Loader, group: dist.ProcessGroup) -> None:
+        self._loader, self._group = loader, group
+
+    @property
+    def num_nodes(self) -> int:
+        return self._loader.num_nodes
+
+    def epoch(self, epoch: int, start: int = 0) -> Epoch:
+        """As of :class:`Loader`; all ranks of the group iterate over it, and leave it after the same batch."""
+        return Epoch(self._loader.epoch(epoch, start), self._group)
+
+
+def _send(batch: Batch, group: dist.ProcessGroup) -> Callable[[], Batch]:
+    for_others = batch.without_features()
+    dist.broadcast_object_list([for_others.map(lambda x: x.to("meta"))], group=group, group_src=0)
+    return _on_its_way(for_others, batch, group)
+
+
+def _receive(group: dist.ProcessGroup) -> Callable[[], Batch]:
+    described: list[Any] = [None]
+    dist.broadcast_object_list(described, group=group, group_src=0)
+    pinned = torch.cuda.is_available()
+    batch = described[0].map(lambda x: torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned))
+    return _on_its_way(batch, batch, group)
+
+
+def _on_its_way(sent: Batch, batch: Batch, group: dist.ProcessGroup) -> Callable[[], Batch]:
+    """Start to send; gives ``batch`` when it is done."""
+    parts = [x.flatten().view(torch.uint8) for x in sent.memory() if x.numel()]
+    works = [dist.broadcast(part, group=group, group_src=0, async_op=True) for part in parts]
+
+    def there() -> Batch:
+        for work in works:
+            work.wait()
+        return batch
+
+    return there
