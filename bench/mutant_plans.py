@@ -87,8 +87,8 @@ PLANS_AND_SHARES = (
     Mutant(
         "rings of one rank gather",
         "megagraph/planner/search.py",
-        'for comm in ways if cp > 1 else ("ring",):',
-        "for comm in ways:",
+        'if cp > 1 else ("ring",)',
+        'if cp >= 1 else ("ring",)',
     ),
     Mutant(
         "splits of more stages",

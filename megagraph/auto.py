@@ -27,7 +27,7 @@ from megagraph.planner.search import Candidate, search
 from megagraph.planner.workload import Workload
 
 CACHE = Path.home() / ".cache" / "megagraph"
-_FIXED = {"num_microbatches": "microbatches", "schedule": "schedule", "checkpoint": "checkpoint", "comm": "comm"}
+_FIXED = {name: name for name in ("schedule", "across", "checkpoint", "comm")} | {"num_microbatches": "microbatches"}
 
 
 def measure(

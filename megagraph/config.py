@@ -17,13 +17,14 @@ import torch
 from megagraph import files
 from megagraph.data.options import Batching, BatchOptions, Scope
 from megagraph.models.config import ModelConfig, ModelName
-from megagraph.planner.plan import Plan, ScheduleName
+from megagraph.planner.plan import Across, Plan, ScheduleName
 from megagraph.planner.workload import Precision
 
 AUTO = Path("auto")
 # how the processes share the work, which the numbers do not depend on
 LAYOUT_FIELDS = (
-    "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "checkpoint", "comm", "shard",
+    "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
+    "shard",
 )  # fmt: skip
 # what guides a search of them
 _SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")
@@ -179,6 +180,8 @@ class TrainConfig:
     schedule: ScheduleName = "gpipe"
     """gpipe: all forward, then all backward; 1f1b: fewer micro-batches in memory; interleaved: several stages per rank,
     shorter waits; zero_bubble: gradients of weights fill the waits."""
+    across: Across = "pp"
+    """What lies on other nodes first: pp, stages, with the groups of a stage side by side, or dp, these groups."""
     checkpoint: bool = False
     """Keep the input of every layer only, and compute the rest again for the backward pass."""
     shard: bool = False
@@ -279,6 +282,7 @@ class TrainConfig:
             stages_per_rank=self.stages_per_rank,
             num_microbatches=self.microbatches,
             schedule=self.schedule,
+            across=self.across,
             checkpoint=self.checkpoint,
             shard=self.shard,
         )
@@ -311,6 +315,7 @@ class TrainConfig:
             stages_per_rank=plan.stages_per_rank,
             microbatches=plan.num_microbatches,
             schedule=plan.schedule,
+            across=plan.across,
             checkpoint=plan.checkpoint,
             shard=plan.shard,
         )

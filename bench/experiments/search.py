@@ -8,8 +8,9 @@ has imported everything and remembers none of them.
 Gaps: PROBLEMS small ones, drawn with seed 0: a machine whose coefficients lie up to a factor of ten around those of a
 CPU core, on one host or on several, 1 to 8 processes, 2 to 7 layers, 1 to 16 sequences, replicated or sharded, and
 memory that holds few of the plans, half of them, or all; of UNEQUAL, in a third of the problems, each process has a
-speed of its own. Every plan with every split of its layers, and for these every share of the sequences, is run on
-paper. The search must find the best (GAP), a plan where there is one, and no plan may be faster than its bound.
+speed of its own. Over hosts, stages or replicas lie on the other one first. Every plan with every split of its layers,
+and for these every share of the sequences, is run on paper. The search must find the best (GAP), a plan where there is
+one, and no plan may be faster than its bound.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def everything(
     cost: CostModel, config: ModelConfig, workload: Workload, world_size: int, fixed: dict[str, Any]
 ) -> Iterator[tuple[float, float, Plan]]:
     """Seconds, bytes and plan, of every plan with every split."""
-    for shape in shapes(config, world_size, workload, fixed):
+    for shape in shapes(config, world_size, workload, fixed, cost.mappings(world_size)):
         num, sequences = shape.num_microbatches, workload.batch_sequences
         if shape.num_stages > config.layers or sequences < shape.dp * num:
             continue

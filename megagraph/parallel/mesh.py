@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from megagraph.parallel import failure
@@ -99,7 +99,8 @@ def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """A mesh with the dims pp, dp and cp, neighbours of a ring side by side; ``None`` for one process."""
     if plan.world_size == 1:
         return None
-    return init_device_mesh(device.type, (plan.pp, plan.dp, plan.cp), mesh_dim_names=("pp", "dp", "cp"))
+    ranks = torch.arange(plan.world_size).as_strided((plan.pp, plan.dp, plan.cp), plan.strides)
+    return DeviceMesh(device.type, ranks.contiguous(), mesh_dim_names=("pp", "dp", "cp"))
 
 
 def replicas_of(mesh: DeviceMesh | None) -> DeviceMesh | None:

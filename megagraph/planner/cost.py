@@ -18,9 +18,9 @@ import numpy as np
 
 from megagraph import files
 from megagraph.models.config import ModelConfig
-from megagraph.planner.links import Links
+from megagraph.planner.links import Links, ranks_of
 from megagraph.planner.memory import shared_bytes, stage_bytes
-from megagraph.planner.plan import Plan
+from megagraph.planner.plan import Across, Plan
 from megagraph.planner.seconds import pipeline_bound, pipeline_seconds, stage_tables
 from megagraph.planner.split import Floats, StageTables
 from megagraph.planner.terms import dot, optimizer_terms, stage_parameters
@@ -164,7 +164,7 @@ class CostModel:
         found = []
         if self.slowness and len(self.slowness) != plan.world_size:
             found.append("ranks of unequal speed were measured, and not these")
-        if self._links.spans_nodes(plan) and not self.links.get("across"):
+        if self._links.spans_nodes(plan.world_size) and not self.links.get("across"):
             found.append("links between nodes were not measured")
         for name, value in sizes.items():
             if name not in self.ranges:
@@ -292,6 +292,10 @@ class CostModel:
         others = self._sharding(work, math.ceil(num_layers / len(layers)), most) + self._optimizer(work, most)
         return pipeline + reduced + others + self.stall_seconds
 
+    def mappings(self, world_size: int) -> tuple[Across, ...]:
+        """Ways to lay a plan of so many ranks out that may differ: over nodes, and over ranks of unequal speed."""
+        return ("pp", "dp") if self._links.spans_nodes(world_size) or len(self.slowness) == world_size else ("pp",)
+
     def knows_ranks(self, plan: Plan) -> bool:
         """Whether each of its ranks was measured, as they differ."""
         return len(self.slowness) == plan.world_size
@@ -300,7 +304,7 @@ class CostModel:
         """Of every replica, of each rank of its pipeline: that of the slowest of its ring."""
         if not self.knows_ranks(plan):
             return plan.dp * [plan.pp * (1.0,)]
-        slowest = np.reshape(self.slowness, (plan.pp, plan.dp, plan.cp)).max(axis=2)
+        slowest = np.asarray(self.slowness)[ranks_of(plan)].max(axis=2)
         return list(map(tuple, slowest.T.tolist()))
 
     @property

@@ -1,11 +1,12 @@
 """Which link a message of a plan takes, how many messages share it, and for how long it has it.
 
-Ranks are numbered as the mesh numbers them: stages, then replicas, then the ranks of a ring side by side; a node has
-``per_node`` of them in a row. What leaves a node, or enters one, takes the one link that the node has.
+Ranks are numbered as ``Plan.strides`` says, those of a ring side by side; a node has ``per_node`` of them in a row.
+What leaves a node, or enters one, takes the one link that the node has.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -61,16 +62,16 @@ class Links:
 
         Where replicas share the link of a node they send one after the other, in two groups.
         """
-        replicas, groups = plan.cp * plan.dp, self.groups(plan)
         if self.per_node is None:
             return [self._wire(size, 0)] * (plan.num_stages - 1)
+        ranks, groups = ranks_of(plan), self.groups(plan)
         wires = []
         for i in range(plan.pp):
-            flows = _to_next_stage(plan.pp, replicas, i, self.per_node)
+            flows = _to_next_stage(_shape(plan), plan.strides, i, self.per_node)
             wire = self._wire(size, flows)
             if flows and not self.own:
-                ends = (i * replicas // self.per_node, (i + 1) % plan.pp * replicas // self.per_node)
-                wire = wire._replace(seconds=wire.seconds / groups, out=ends[0], back=ends[1])
+                ends = (int(ranks[stage, 0, 0]) // self.per_node for stage in (i, (i + 1) % plan.pp))
+                wire = wire._replace(seconds=wire.seconds / groups, **dict(zip(("out", "back"), ends, strict=True)))
             wires.append(wire)
         return [wires[stage % plan.pp] for stage in range(plan.num_stages - 1)]
 
@@ -78,12 +79,12 @@ class Links:
         """Of replicas that send over one link one after the other, see ``boundaries``."""
         if self.per_node is None or plan.pp == 1 or self.own:
             return 1
-        flows = (_to_next_stage(plan.pp, plan.cp * plan.dp, i, self.per_node) for i in range(plan.pp))
+        flows = (_to_next_stage(_shape(plan), plan.strides, i, self.per_node) for i in range(plan.pp))
         return 2 if max(flows) > 1 else 1
 
     def hop(self, plan: Plan, size: float) -> Wire:
         """Every rank of every ring sends to the next one."""
-        return self._wire(size, _around(plan.cp, plan.world_size, self.per_node), "hop")
+        return self._wire(size, _around(_shape(plan), plan.strides, 1, self.per_node), "hop")
 
     def to_all(self, plan: Plan, size: float) -> float:
         """Every rank sends as much to each other one of its ring: its own link has P - 1 messages, its node's all that
@@ -93,13 +94,13 @@ class Links:
 
     def shared(self, plan: Plan, size: float) -> float:
         """Every rank sends so much to others of its ring, nobody knows to which."""
-        spans = _around(plan.cp, plan.world_size, self.per_node) > 0
+        spans = _around(_shape(plan), plan.strides, 1, self.per_node) > 0
         return self._wire(size, min(self.per_node or 1, plan.cp) if spans else 0).total
 
     def all_reduce(self, plan: Plan) -> tuple[float, float]:
         """Seconds, and seconds a byte, of a sum over all replicas of a stage."""
         ranks = plan.cp * plan.dp
-        flows = _around(ranks, plan.world_size, self.per_node)
+        flows = _around(_shape(plan), plan.strides, 2, self.per_node)
         rates = self._rates(flows)
         if "all_reduce.byte" not in rates:  # messages of a ring, where nobody has measured a sum
             rates = {f"all_reduce.{part}": rates.get(f"transfer.{part}", 0.0) for part in ("call", "byte")}
@@ -107,8 +108,8 @@ class Links:
         calls = dot(rates, {"all_reduce.call": terms["all_reduce.call"]})
         return calls, self._sharing(flows) * dot(rates, {"all_reduce.byte": terms["all_reduce.byte"]})
 
-    def spans_nodes(self, plan: Plan) -> bool:
-        return self.per_node is not None and plan.world_size > self.per_node
+    def spans_nodes(self, world_size: int) -> bool:
+        return self.per_node is not None and world_size > self.per_node
 
     def _wire(self, size: float, flows: int, kind: str = "transfer") -> Wire:
         """Of a message of ``size`` bytes, where at most so many leave a node; 0: none does.
@@ -130,17 +131,32 @@ class Links:
         return self.rates.get(own, {}) or self.rates.get(other, {})
 
 
-@cache
-def _to_next_stage(pp: int, replicas: int, stage: int, per_node: int | None) -> int:
-    source = stage * replicas + np.arange(replicas)
-    return _most_that_leave(source, (source + replicas) % (pp * replicas), per_node)
+def ranks_of(plan: Plan) -> Ranks:
+    """[pp, dp, cp]"""
+    return _ranks(_shape(plan), plan.strides)
+
+
+def _shape(plan: Plan) -> tuple[int, int, int]:
+    return plan.pp, plan.dp, plan.cp
 
 
 @cache
-def _around(size: int, world_size: int, per_node: int | None) -> int:
-    """Rings of ``size`` ranks side by side."""
-    source = np.arange(world_size)
-    return _most_that_leave(source, source - source % size + (source + 1) % size, per_node)
+def _ranks(shape: tuple[int, int, int], strides: tuple[int, int, int]) -> Ranks:
+    places = np.indices(shape).reshape(3, -1)
+    return (np.array(strides) @ places).reshape(shape)
+
+
+@cache
+def _to_next_stage(shape: tuple[int, int, int], strides: tuple[int, int, int], stage: int, per_node: int | None) -> int:
+    ranks = _ranks(shape, strides)
+    return _most_that_leave(ranks[stage], ranks[(stage + 1) % len(ranks)], per_node)
+
+
+@cache
+def _around(shape: tuple[int, int, int], strides: tuple[int, int, int], dims: int, per_node: int | None) -> int:
+    """Of rings over the last dims, side by side."""
+    rings = _ranks(shape, strides).reshape(-1, math.prod(shape[-dims:]))
+    return _most_that_leave(rings, np.roll(rings, -1, axis=1), per_node)
 
 
 @cache
@@ -158,5 +174,6 @@ def _most_that_leave(source: Ranks, target: Ranks, per_node: int | None) -> int:
     """Of messages between ranks, those that leave one node, or enter one; 0 where all stay inside."""
     if per_node is None:
         return 0
+    source, target = source.ravel(), target.ravel()
     crossing = source // per_node != target // per_node
     return max((int(np.bincount(ranks[crossing] // per_node).max(initial=0)) for ranks in (source, target)), default=0)

@@ -11,6 +11,7 @@ from megagraph import files
 from megagraph.data.batch import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Across = Literal["pp", "dp"]
 
 # a schedule is made of all stages and micro-batches
 _MOST = {"pp": 1 << 20, "cp": 1 << 20, "dp": 1 << 20, "stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
@@ -39,6 +40,8 @@ class Plan:
             ``"interleaved"``: the same over several stages per rank, a shorter bubble; K a multiple of pp;
             ``"zero_bubble"``: gradients of weights come later, where a rank would wait (ZB1P, arXiv:2401.10241);
             K a multiple of pp, ``shard`` where cp * dp > 1, no ``checkpoint``.
+        across: what lies on other nodes first, where a plan is of several: stages, so that replicas are side by side,
+            or replicas. The ranks of a ring, which send most, are always neighbours.
         checkpoint: keep the input of every layer only, and compute the rest again for the backward pass.
         shard: parameters, gradients and optimizer state are sharded over dp x cp (fully_shard) instead of
             replicated (DDP).
@@ -56,6 +59,7 @@ class Plan:
     stages_per_rank: int = 1
     num_microbatches: int = 1
     schedule: ScheduleName = "gpipe"
+    across: Across = "pp"
     checkpoint: bool = False
     shard: bool = False
 
@@ -70,6 +74,10 @@ class Plan:
             raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")
         if self.comm == "halo" and self.cp == 1:
             raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
+        if self.across not in get_args(Across):
+            raise ValueError(f"across must be 'pp' or 'dp', got {self.across!r}")
+        if self.across == "dp" and min(self.pp, self.dp) == 1:
+            raise ValueError(f"across must be 'pp' unless pp and dp are above 1, got {self.pp} and {self.dp}")
         if self.shares and (len(self.shares) != self.dp or min(self.shares) < 1):
             raise ValueError(f"shares must give each of the dp = {self.dp} replicas at least 1, got {self.shares}")
         if self.layers and (len(self.layers) != self.num_stages or min(self.layers) < 1):
@@ -123,12 +131,19 @@ class Plan:
             words += [f"{self.num_microbatches} micro-batches"]
         words += [name for name in ("checkpoint", "shard") if getattr(self, name)]
         words += [self.comm] if self.cp > 1 and self.comm != "ring" else []
+        words += ["dp across"] if self.across == "dp" else []
         return ", ".join(words)
 
     @property
     def world_size(self) -> int:
         """Processes."""
         return self.pp * self.cp * self.dp
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """How far apart neighbours in pp, dp and cp are, by their ranks."""
+        stage, replica = (self.dp, 1) if self.across == "pp" else (1, self.pp)
+        return stage * self.cp, replica * self.cp, 1
 
     @property
     def num_stages(self) -> int:

@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
-from itertools import combinations, islice, pairwise
+from itertools import combinations, islice, pairwise, product
 from operator import add
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
+from megagraph.planner.links import ranks_of
 from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_bytes
-from megagraph.planner.plan import Plan
+from megagraph.planner.plan import Across, Plan
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib
 from megagraph.planner.workload import RankWork, Workload
 
@@ -94,7 +95,8 @@ def search(
     one for every rank.
 
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
-    split of least memory; halos, where pairs are listed. They run on paper in the order of a closed form that no split
+    split of least memory; halos, where pairs are listed; and, over nodes or ranks that differ, with stages or replicas
+    ``across``. They run on paper in the order of a closed form that no split
     of theirs is faster than, until that is above the best of them: with the split of least GPipe time, then with every
     split where these are few (``FEW_SPLITS``), else with those that move a layer and make it faster.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
@@ -120,13 +122,25 @@ def search(
         raise ValueError(f"memory_limit_bytes must be one, or one for each of {world_size} ranks, got {len(limits)}")
     given = cost.workload_of(workload)
     fixed = dict(fixed or {})
-    known = ("pp", "cp", "dp", "num_microbatches", "schedule", "checkpoint", "comm", "stages_per_rank", "shard")
+    known = (
+        "pp",
+        "cp",
+        "dp",
+        "num_microbatches",
+        "schedule",
+        "checkpoint",
+        "comm",
+        "stages_per_rank",
+        "shard",
+        "across",
+    )
     if not set(fixed) <= set(known):
         raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
+    mappings = cost.mappings(world_size) if len(limits) == 1 else get_args(Across)
     found = _Search(cost, model_config, given, limits, strict)
     wanted = [
         plan
-        for plan in shapes(model_config, world_size, given, fixed)
+        for plan in shapes(model_config, world_size, given, fixed, mappings)
         if all(getattr(plan, name, value) == value for name, value in fixed.items())
     ]
     with _uncollected():
@@ -165,20 +179,28 @@ def divisors(number: int) -> list[int]:
     return low + [number // d for d in reversed(low) if d * d != number]
 
 
-def shapes(config: ModelConfig, world_size: int, given: Workload, fixed: Mapping[str, Any]) -> Iterator[Plan]:
-    """Every plan but for its layers."""
+def shapes(
+    config: ModelConfig,
+    world_size: int,
+    given: Workload,
+    fixed: Mapping[str, Any],
+    mappings: Sequence[Across] = ("pp",),
+) -> Iterator[Plan]:
+    """Every plan but for its layers, laid out over nodes in these ways."""
     shard = bool(fixed.get("shard", False))
     for pp in divisors(world_size):
         for cp in divisors(world_size // pp):
             dp = world_size // pp // cp
             if any(fixed.get(name, value) != value for name, value in (("pp", pp), ("cp", cp), ("dp", dp))):
                 continue
-            ways = ("ring", "allgather", "halo") if given.pairs else ("ring", "allgather")
-            for comm in ways if cp > 1 else ("ring",):
-                for checkpoint in (False, True):
-                    base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, comm=comm, checkpoint=checkpoint, shard=shard)
-                    asked = fixed.get("schedule")
-                    yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1), asked)
+            ways = (("ring", "allgather", "halo") if given.pairs else ("ring", "allgather")) if cp > 1 else ("ring",)
+            laid_out = mappings if min(pp, dp) > 1 else ("pp",)
+            for comm, across, checkpoint in product(ways, laid_out, (False, True)):
+                base: dict[str, Any] = dict(
+                    pp=pp, cp=cp, dp=dp, comm=comm, across=across, checkpoint=checkpoint, shard=shard
+                )
+                asked = fixed.get("schedule")
+                yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1), asked)
 
 
 def _schedules(base: dict[str, Any], num_layers: int, local_batch: int, asked: str | None) -> Iterator[Plan]:
@@ -359,7 +381,7 @@ class _Search:
 
     def _limits(self, plan: Plan) -> Floats:
         """Bytes that every rank of a pipeline may take [pp], or [1], in all replicas."""
-        return self.limits if len(self.limits) == 1 else self.limits.reshape(plan.pp, -1).min(axis=1)
+        return self.limits if len(self.limits) == 1 else self.limits[ranks_of(plan)].min(axis=(1, 2))
 
     def _room(self, plan: Plan) -> Floats:
         """An equal part of that for every stage of a rank, [stages, 1] or [1, 1]."""

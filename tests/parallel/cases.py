@@ -87,6 +87,10 @@ SCHEDULES = {
         "ego", "fp64",
     ),
     "accumulated-dp": (mg.Plan(dp=2, num_microbatches=2), "learned", "fp64"),
+    "replicas-across": (mg.Plan(pp=2, dp=2, layers=(1, 2), num_microbatches=2, across="dp"), "cluster", "fp64"),
+    "replicas-across-sharded": (
+        mg.Plan(pp=2, dp=2, layers=(2, 1), num_microbatches=2, across="dp", shard=True), "learned", "fp64"
+    ),
     "accumulated-cp": (mg.Plan(cp=2, num_microbatches=4, checkpoint=True, shard=True), "cluster", "fp64"),
     "uneven-dp": (mg.Plan(dp=2, shares=(11, 5)), "ego", "fp64"),
     "uneven-dp-3": (mg.Plan(dp=3, shares=(1, 2, 1), shard=True), "cluster", "fp64"),
@@ -157,9 +161,9 @@ def batches_of(batching: str, share: Share) -> list[Batch]:
 
 
 @cache
-def mesh_of(pp: int, cp: int, dp: int) -> DeviceMesh | None:
+def mesh_of(pp: int, cp: int, dp: int, across: Literal["pp", "dp"] = "pp") -> DeviceMesh | None:
     """Process groups are few and take time to make."""
-    return make_mesh(mg.Plan(pp=pp, cp=cp, dp=dp), torch.device("cpu"))
+    return make_mesh(mg.Plan(pp=pp, cp=cp, dp=dp, across=across), torch.device("cpu"))
 
 
 def train(
@@ -168,7 +172,7 @@ def train(
     """Some steps on a fixed seed: losses, norms, and on rank 0 the first step's gradients and the last parameters."""
     config, builder = config_of(batching, dtype, dropout, layers), builder_of(batching)
     device = torch.device("cpu")
-    mesh = mesh_of(plan.pp, plan.cp, plan.dp)
+    mesh = mesh_of(plan.pp, plan.cp, plan.dp, plan.across)
     torch.manual_seed(0)
     in_features = builder.num_rows if batching == "learned" else 8
     bias_size = builder.structure.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +17,9 @@ PLANS = [(1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 2
 
 
 def rank_of(plan, stage, replica, place):
-    return (stage * plan.dp + replica) * plan.cp + place
+    """Those who are near each other differ in what is named last."""
+    first, second = {"pp": (stage * plan.dp, replica), "dp": (replica * plan.pp, stage)}[plan.across]
+    return (first + second) * plan.cp + place
 
 
 def rings(plan):
@@ -44,9 +47,15 @@ def seconds(messages, per_node, size):
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("across", ["pp", "dp"])
 @pytest.mark.parametrize("sizes", PLANS, ids=str)
-def test_every_message_of_a_plan(sizes, per_node):
-    plan = mg.Plan(pp=sizes[0], cp=sizes[1], dp=sizes[2], num_microbatches=1 if sizes[0] == 1 else 2)
+def test_every_message_of_a_plan(sizes, across, per_node):
+    pp, cp, dp = sizes
+    if across == "dp" and min(pp, dp) == 1:
+        with pytest.raises(ValueError, match="across must be 'pp' unless pp and dp are above 1"):
+            mg.Plan(pp=pp, cp=cp, dp=dp, across=across)
+        return
+    plan = mg.Plan(pp=pp, cp=cp, dp=dp, num_microbatches=1 if pp == 1 else 2, across=across)
     links = Links(RATES, per_node)
     for stage, wire in enumerate(links.boundaries(plan, 8.0)):
         pairs = [
@@ -61,6 +70,15 @@ def test_every_message_of_a_plan(sizes, per_node):
     around = [(ring[i - 1], ring[i]) for ring in rings(plan) for i in range(plan.cp) if plan.cp > 1]
     hop = links.hop(plan, 8.0)
     assert (hop.seconds, hop.latency) == seconds(around, per_node, 8.0)
+    sums = []  # around all replicas of a stage
+    for stage in range(pp):
+        ranks = [rank_of(plan, stage, replica, place) for replica in range(dp) for place in range(cp)]
+        sums += [pair for pair in pairwise([*ranks, ranks[0]]) if len(ranks) > 1]
+    calls, per_byte = links.all_reduce(plan)
+    crossing, parts = busiest(sums, per_node), 2 * (cp * dp - 1)
+    rates = ACROSS if crossing else NODE
+    assert calls == parts * rates["all_reduce.call"]
+    assert per_byte == pytest.approx(parts / (cp * dp) * max(crossing, 1) * rates["all_reduce.byte"], rel=1e-12)
 
 
 def test_all_to_all_has_every_message_that_leaves():

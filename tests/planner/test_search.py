@@ -24,9 +24,9 @@ def cost():
     return mg.planner.fit(synthetic.rows())
 
 
-def everything(cost, world_size):
+def everything(cost, world_size, mappings=("pp",)):
     """(seconds, bytes, plan) of every plan with every split."""
-    for shape in shapes(CONFIG, world_size, cost.workload, {}):
+    for shape in shapes(CONFIG, world_size, cost.workload, {}, mappings):
         if shape.num_stages > CONFIG.layers or cost.workload.batch_sequences < shape.dp * shape.num_microbatches:
             continue
         for split in all_splits(CONFIG.layers, shape.num_stages):
@@ -48,12 +48,27 @@ def test_the_best_plan_is_the_best_of_all(cost, world_size):
         assert found.best.peak_bytes == pytest.approx(max(cost.memory_bytes(CONFIG, found.best.plan)), rel=1e-12)
 
 
+@pytest.mark.parametrize("slower", [1.0, 30.0, 1000.0])
+def test_stages_or_replicas_lie_on_other_nodes(cost, slower):
+    """Two nodes of two ranks, whose link is slower by so much than those inside."""
+    across = {name: slower * rate for name, rate in cost.links["node"].items()}
+    origin = cost.origin | {"ranks_per_node": "2"}
+    far = replace(cost, origin=origin, links=cost.links | {"across": across})
+    plans = list(everything(far, 4, ("pp", "dp")))
+    assert mg.planner.search(far, CONFIG, 4, PLENTY).best.step_seconds == pytest.approx(min(plans)[0], rel=1e-9)
+    # hidden states of all micro-batches cross, or gradients of half of the parameters
+    both = [plan for plan in plans if plan[2].pp == plan[2].dp == 2]
+    found = mg.planner.search(far, CONFIG, 4, PLENTY, fixed={"pp": 2, "dp": 2}).best
+    assert found.step_seconds == pytest.approx(min(both)[0], rel=1e-9)
+    assert found.plan.across == ("pp" if slower == 1.0 else "dp")
+
+
 @pytest.mark.parametrize("slowness", [(1.0, 2.0), (1.0, 1.0, 3.0), (1.3, 1.0, 2.0, 3.5), (2.0, 2.0, 1.0, 1.0)])
 def test_ranks_of_unequal_speed_get_the_best_of_all_shares_and_splits(cost, slowness):
     few = replace(cost.workload, batch_sequences=7)
     unequal = replace(cost, slowness=slowness, workload=few)
     plans = []
-    for _, _, plan in everything(replace(cost, workload=few), len(slowness)):
+    for _, _, plan in everything(replace(cost, workload=few), len(slowness), ("pp", "dp")):
         plans.append(plan)
         shares = all_splits(few.batch_sequences, plan.dp)
         plans += [replace(plan, shares=given) for given in shares if min(given) >= plan.num_microbatches]
