@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 import numpy as np
@@ -245,8 +245,9 @@ class CostModel:
         compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
         return compute, seconds, ends
 
-    def best_shares(self, work: RankWork, layers: Sequence[int]) -> tuple[int, ...]:
-        """Sequences of every replica that make the slowest as fast as can be, a micro-batch's worth at least.
+    def best_shares(self, work: RankWork, layers: Sequence[int], most: int) -> tuple[int, ...]:
+        """Sequences of every replica that make the slowest as fast as can be, at least one and at most ``most`` in a
+        micro-batch; so many must be room for all.
 
         One more in each micro-batch goes to who is done first with it: exact, as more never take less time.
         """
@@ -261,12 +262,13 @@ class CostModel:
             return seconds[key]
 
         counts = [1] * len(replicas)  # of a micro-batch
-        next_ends = [(ends(which, 2), which) for which in range(len(replicas))]
+        next_ends = [(ends(which, 2), which) for which in range(len(replicas)) if most > 1]
         heapify(next_ends)
         for _ in range(-(-work.whole_batch // num) - len(replicas)):
-            which = next_ends[0][1]
+            which = heappop(next_ends)[1]
             counts[which] += 1
-            heapreplace(next_ends, (ends(which, counts[which] + 1), which))
+            if counts[which] < most:
+                heappush(next_ends, (ends(which, counts[which] + 1), which))
         shares = [num * count for count in counts]
         full = [which for which, count in enumerate(counts) if count > 1]
         if full:  # where a batch is no multiple of its micro-batches the slowest has what there is

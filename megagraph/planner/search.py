@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -311,7 +312,8 @@ class _Search:
         """The plan with shares and a split of the layers for ranks of unequal speed, each found for the other."""
         best, plan = None, even.plan
         while True:
-            shares = self.cost.best_shares(RankWork.of(self.config, plan, self.given), plan.layers)
+            work = RankWork.of(self.config, plan, self.given)
+            shares = self.cost.best_shares(work, plan.layers, self._most_sequences(work, plan.layers))
             work = RankWork.of(self.config, replace(plan, shares=shares), self.given)
             found = replace(self._candidate(work, plan.layers, self._memory(work), math.inf), exact=False)
             if found.pruned is None:
@@ -319,6 +321,17 @@ class _Search:
             if best is not None and _rank(found) >= _rank(best):
                 return best
             best, plan = found, found.plan
+
+    def _most_sequences(self, work: RankWork, split: tuple[int, ...]) -> int:
+        """Of a micro-batch of one replica, as many as fit; what a plan has that fits is taken to."""
+        num, replicas = work.plan.num_microbatches, work.plan.dp
+
+        def too_many(sequences: int) -> bool:
+            own = work.of_sequences(num * sequences)
+            return self._candidate(own, split, self._memory(own), 0.0).pruned is not None
+
+        fit = -(-work.batch_sequences // num)
+        return fit + bisect_left(range(fit + 1, -(-work.whole_batch // num) - replicas + 2), True, key=too_many)
 
     def _tables_of(self, work: RankWork) -> StageTables:
         plan = work.plan
