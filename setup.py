@@ -32,12 +32,14 @@ setup(
     ],
     extras_require={
         "ogb": ["ogb>=1.3.6"],
+        "tables": ["polars>=1.20"],
         "test": [
             "pytest>=8,<9.2",  # pytest-xdist 3.8 puts no tests into groups with 9.2
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "pytest-benchmark>=5",
             "hypothesis>=6.100",
+            "polars>=1.20",
             "ruff>=0.12",
             "mypy>=1.11",
             "import-linter>=2.1",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from megagraph.data.build import Builder
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph, Split, random_split
 from megagraph.data.loader import Loader
+from megagraph.data.names import Names
 from megagraph.data.prepare import prepare
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
@@ -217,8 +220,8 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
         out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv, a line a
-            node with its number, its likeliest class, and the probability of each. One in the run folder must not be a
-            file of the run.
+            node with its number or id, its likeliest class, and the probability of each. One in the run folder must
+            not be a file of the run.
         changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
             because the run says so is printed.
 
@@ -239,7 +242,7 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     if out is None or Path(out).suffix == ".csv":
         probabilities = class_probabilities(pipeline, loader)
         if out is not None:
-            _write_csv(Path(out), probabilities)
+            _write_csv(Path(out), probabilities, graph.names)
         return probabilities
     shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
@@ -253,9 +256,16 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     return probabilities
 
 
-def _write_csv(path: Path, probabilities: np.ndarray) -> None:
-    nodes, classes = probabilities.shape
-    table = np.column_stack([np.arange(nodes), probabilities.argmax(axis=1), probabilities])
-    names = ",".join(["node", "class", *(f"probability_{i}" for i in range(classes))])
+def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None) -> None:
+    """With ids and classes as they are called, where the graph says so and has as many classes."""
+    classes = [str(i) for i in range(probabilities.shape[1])]
+    if names is not None and len(names.classes) == len(classes):
+        classes = list(names.classes)
     with files.replacing(path) as file:
-        np.savetxt(file, table, ["%d", "%d", *["%.6g"] * classes], ",", header=names, comments="")
+        text = TextIOWrapper(file, "utf-8", newline="")
+        lines = csv.writer(text, lineterminator="\n")
+        lines.writerow(["node", "class", *(f"probability_{name}" for name in classes)])
+        for node, (best, row) in enumerate(zip(probabilities.argmax(axis=1).tolist(), probabilities, strict=True)):
+            who = node if names is None else names.ids[node]
+            lines.writerow([who, classes[best], *(f"{p:.6g}" for p in row)])
+        text.detach()  # or it would close the file

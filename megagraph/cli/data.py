@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,25 +11,86 @@ import tyro
 from megagraph.cli.job import Job
 from megagraph.data.datasets import load_graph
 from megagraph.data.generate import generate
+from megagraph.data.graph import Graph
 from megagraph.data.header import describe
-from megagraph.data.store import FeatureForm, verify_store, write_store
+from megagraph.data.names import Names
+from megagraph.data.store import FeatureForm, open_store, verify_store, write_store
+from megagraph.data.tables import Tables, read_tables, write_tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromTables:
+    """Files of ``Tables``, as flags."""
+
+    edges: Path | None = None
+    """CSV or Parquet (also .gz, .tsv): two columns, the ids of both ends of an edge, which has no direction."""
+    nodes: Path | None = None
+    """A column of ids; numbers become features of mean 0 and deviation 1, words a feature a value."""
+    labels: Path | None = None
+    """Ids and classes, where nodes have no column of them."""
+    id: str | None = None
+    """Nodes' column of ids; default the first one."""
+    label: str | None = None
+    """Nodes' column of classes; default label, if there is one."""
+    split: str | None = None
+    """Nodes' column that says train, val or test; default split, if there is one."""
+    drop: tuple[str, ...] = ()
+    """Nodes' columns to leave out."""
+    like: Path | None = None
+    """A store from tables: the same classes, and features made as there; to predict with what was trained on it."""
+
+    def read(self) -> Graph:
+        if self.edges is None:
+            raise ValueError("expected a data set, or a file of edges (--edges) beside --nodes, got neither")
+        given = {field.name: getattr(self, field.name) for field in fields(Tables)}
+        return read_tables(Tables(**given), None if self.like is None else _names_of(self.like))
 
 
 def import_data(
-    dataset: tyro.conf.Positional[str], /, *, out: Path, root: Path | None = None, features: FeatureForm = "same"
+    dataset: tyro.conf.Positional[str | None] = None,
+    /,
+    *,
+    out: Path,
+    tables: tyro.conf.OmitArgPrefixes[FromTables] = FromTables(),
+    root: Path | None = None,
+    features: FeatureForm = "same",
 ) -> Job:
-    """Make a graph store, a folder that is a --dataset of its own, from a data set.
+    """Make a graph store, a folder that is a --dataset of its own, from a data set or from tables.
 
     Args:
-        dataset: what --dataset of megagraph train takes.
+        dataset: what --dataset of megagraph train takes; none for tables.
         out: folder of the store; a store that is there already is replaced once the new one is complete.
         root: folder of the named data sets.
         features: how to keep them; "same" is as they come.
     """
+    if dataset is not None and tables != FromTables():
+        raise ValueError(f"expected a data set or tables, got {dataset} and flags of tables")
 
     def job() -> None:
-        write_store(load_graph(dataset, root), out, features)
+        write_store(tables.read() if dataset is None else load_graph(dataset, root), out, features)
         print(describe(out))
+
+    return Job(job)
+
+
+def _names_of(folder: Path) -> Names:
+    names = open_store(folder).names
+    if names is None:
+        raise ValueError(f"expected a store that was made from tables, got {folder}, which has no names of columns")
+    return names
+
+
+def export_data(dataset: tyro.conf.Positional[str], /, *, out: Path, root: Path | None = None) -> Job:
+    """Write a graph as tables, nodes.csv and edges.csv.
+
+    Args:
+        dataset: what --dataset of megagraph train takes.
+        out: folder of the two files.
+        root: folder of the named data sets.
+    """
+
+    def job() -> None:
+        print(*write_tables(load_graph(dataset, root), out), sep="\n")
 
     return Job(job)
 
@@ -73,6 +135,7 @@ def data(
     job: tyro.conf.OmitSubcommandPrefixes[
         tyro.conf.OmitArgPrefixes[
             Annotated[Any, tyro.conf.subcommand("import", constructor=import_data)]
+            | Annotated[Any, tyro.conf.subcommand("export", constructor=export_data)]
             | Annotated[Any, tyro.conf.subcommand("generate", constructor=generate_data)]
             | Annotated[Any, tyro.conf.subcommand("info", constructor=data_info)]
         ]

@@ -38,8 +38,9 @@ def check_arrays(
     for name in sorted(header["arrays"], key=lambda name: not name.endswith("indptr")):  # others need the row starts
         path = folder / f"{name}.npy"
         rule: _Rule
-        if name in ("indptr", "features_indptr"):
-            rule = _starts(path, arrays[name], len(arrays[name.replace("indptr", "indices")]))
+        if name in ("indptr", "features_indptr", "ids_indptr"):
+            of = "ids" if name == "ids_indptr" else name.replace("indptr", "indices")
+            rule = _starts(path, arrays[name], len(arrays[of]))
         elif name == "indices":
             rule = _columns(path, arrays["indptr"], nodes, loops=False)
         elif name == "features_indices":
@@ -48,6 +49,8 @@ def check_arrays(
             rule = _finite(path, lambda entry: divmod(entry, header["in_features"]))
         elif name == "features_data":
             rule = _finite(path, lambda entry: _row_and_column(arrays, entry))
+        elif name == "ids":
+            rule = _range(path, 0, 255)  # any bytes
         elif name == "labels":
             rule = _range(path, -1, header["num_classes"] - 1)
         else:

@@ -11,6 +11,8 @@ import scipy.sparse as sp
 import torch
 import xxhash
 
+from megagraph.data.names import Names
+
 MAX_CLASSES = 1 << 24
 PARTS = ("train", "val", "test")
 _CHUNK_ENTRIES = 1 << 16
@@ -43,7 +45,7 @@ class Graph:
         indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
         features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
         labels:   [V]        int64    class, -1 = not labelled
-    ``split`` is the data set's own split, None where it has none.
+    ``split`` is the data set's own split, None where it has none; ``names`` are those of a graph from tables.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Graph:
     labels: np.ndarray
     num_classes: int
     split: Split | None = None
+    names: Names | None = None
 
     def __post_init__(self) -> None:
         if self.num_nodes == 0:

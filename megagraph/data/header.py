@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 from megagraph import files
 from megagraph.data.cache import npy_head
 from megagraph.data.graph import MAX_CLASSES, PARTS
+from megagraph.data.names import Column, Vocabulary
 
 _FORMAT = "MegaGraph graph store"
 _VERSION = 2
@@ -29,6 +31,8 @@ DTYPES = {
     "features_indptr": ("<i4", "<i8"),
     "features_indices": ("<i4", "<i8"),
     "features_data": ("<f4",),
+    "ids_indptr": ("<i8",),
+    "ids": ("|u1",),
 }
 
 
@@ -83,6 +87,16 @@ def load_header(folder: Path) -> dict[str, Any]:
     return header
 
 
+def names_in(header: dict[str, Any], where: Path) -> Vocabulary:
+    """Classes and columns of a graph from tables."""
+    what = f"names of a graph in {where}"
+    given = header["names"]
+    columns = given.get("columns") if isinstance(given, dict) else None
+    if not isinstance(columns, list):
+        raise ValueError(f"expected {what} with a list of columns, got {_short(given)}; import the graph again")
+    return files.typed(Vocabulary, given | {"columns": [files.typed(Column, x, what) for x in columns]}, what)
+
+
 def _check_version(folder: Path, version: Any) -> None:
     if version != _VERSION:
         raise ValueError(
@@ -104,6 +118,9 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
     sparse, split = "features_indptr" in arrays, "train" in arrays
     needed = {"indptr", "indices", "labels", *(PARTS if split else ())}
     needed |= {"features_indptr", "features_indices", "features_data"} if sparse else {"features"}
+    if "names" in header:
+        needed |= {"ids", "ids_indptr"}
+        _check_names(path, header)
     expect(arrays.keys() == needed, f"the arrays {', '.join(sorted(needed))}", ", ".join(sorted(arrays)))
     for name, array in arrays.items():
         expect(
@@ -117,10 +134,21 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
     shape = {name: array["shape"] for name, array in arrays.items()}
     nodes = shape["indptr"][0] - 1
     expect(1 <= nodes <= _MAX_IDS, f"indptr for 1..{_MAX_IDS} nodes", shape["indptr"])
-    fixed = {"labels": [nodes], "features": [nodes, header["in_features"]], "features_indptr": [nodes + 1]}
+    fixed = {"labels": [nodes], "features": [nodes, header["in_features"]]}
+    fixed |= {name: [nodes + 1] for name in ("features_indptr", "ids_indptr")}
     fixed["features_data"] = shape.get("features_indices", [])
     for name in fixed.keys() & arrays.keys():
         expect(shape[name] == fixed[name], f"{name} of shape {fixed[name]}", shape[name])
+
+
+def _check_names(path: Path, header: dict[str, Any]) -> None:
+    names = names_in(header, path)
+    width = sum(column.width for column in names.columns)
+    if (len(names.classes), width) != (header["num_classes"], header["in_features"]):
+        raise ValueError(
+            f"expected names of {header['num_classes']} classes and columns of {header['in_features']} features in "
+            f"{path}, got {len(names.classes)} and {width}; import the graph again"
+        )
 
 
 def _short(value: Any) -> str:
@@ -138,4 +166,13 @@ def describe(folder: Path | str) -> str:
         f"{'a split of its own' if 'train' in arrays else 'no split of its own'}",
         f"{folder}: {sum(map(num_bytes, arrays.values())) / 2**30:.2f} GiB in {len(arrays)} files",
     ]
+    if "names" in header:
+        names = names_in(header, Path(folder))
+        shown = (f"{c.name} ({'number' if c.kind == 'number' else f'{len(c.values)} words'})" for c in names.columns)
+        lines += [f"classes: {_list(names.classes)}", f"columns: {_list(shown)}"]
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in header["notes"].items())])
+
+
+def _list(names: Iterable[str]) -> str:
+    found = list(names)
+    return (", ".join(found[:20]) or "none") + (f" and {len(found) - 20} more" if len(found) > 20 else "")

@@ -6,6 +6,7 @@
            features.npy     [V, d_in]  float32 or float16; or features_{indptr,indices,data}.npy, a CSR matrix
            labels.npy       [V]        int64
            {train,val,test}.npy        int64, where the data set has a split of its own
+           ids.npy      [n]        uint8, UTF-8, and ids_indptr.npy [V + 1] int64, of a graph from tables
            cache/           what was computed from the graph (megagraph.data.cache)
 
 A store is written into a temporary folder beside it and moved into place when it is complete. Before a number of it is
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +38,8 @@ from megagraph.data import cache
 from megagraph.data.cache import npy_head
 from megagraph.data.check import check_arrays
 from megagraph.data.graph import PARTS, Graph, Split
-from megagraph.data.header import DTYPES, load_header, num_bytes, read_header, write_header
+from megagraph.data.header import DTYPES, load_header, names_in, num_bytes, read_header, write_header
+from megagraph.data.names import Ids, Names, Vocabulary
 
 _CHUNK_ROWS = 1 << 16
 _CHUNK_BYTES = 1 << 24
@@ -89,9 +91,13 @@ class StoreWriter:
             "xxh3": digest.hexdigest(),
         }
 
-    def finish(self, *, name: str, in_features: int, num_classes: int, **notes: Any) -> None:
+    def finish(
+        self, *, name: str, in_features: int, num_classes: int, names: Vocabulary | None = None, **notes: Any
+    ) -> None:
         """Write the header, without which the folder is no store; ``notes`` are for ``describe``."""
         header = {"name": name, "in_features": in_features, "num_classes": num_classes, "notes": notes}
+        if names is not None:
+            header["names"] = asdict(Vocabulary(classes=names.classes, columns=names.columns))
         write_header(self._folder, header | {"arrays": self._arrays})
 
 
@@ -178,7 +184,10 @@ def write_store(graph: Graph, folder: Path | str, features: FeatureForm = "same"
         if graph.split is not None:
             for part in PARTS:
                 writer.add(part, getattr(graph.split, part))
-        writer.finish(name=graph.name, in_features=graph.in_features, num_classes=graph.num_classes)
+        if graph.names is not None:
+            writer.add("ids_indptr", graph.names.ids.starts)
+            writer.add("ids", graph.names.ids.letters)
+        writer.finish(name=graph.name, in_features=graph.in_features, num_classes=graph.num_classes, names=graph.names)
 
 
 def _add_features(writer: StoreWriter, graph: Graph, form: FeatureForm) -> None:
@@ -259,8 +268,13 @@ def _open(folder: Path, *, anew: bool = False) -> StoredGraph:
         )
     identity = [[(name, array["xxh3"]) for name, array in sorted(header["arrays"].items())]]
     identity += [header["in_features"], header["num_classes"]]
+    names = None
+    if "names" in header:
+        known = names_in(header, folder)
+        names = Names(ids=Ids(arrays["ids_indptr"], arrays["ids"]), classes=known.classes, columns=known.columns)
     return StoredGraph(
         name=header["name"],
+        names=names,
         indptr=arrays["indptr"],
         indices=arrays["indices"],
         features=features,

@@ -1,0 +1,348 @@
+"""Graphs in tables: a file of nodes with any ids, columns and classes, and one of edges between these ids.
+
+CSV or Parquet, packed with gzip or not; CSV is separated by commas, in .tsv and .tsv.gz files by tabs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megagraph import files
+from megagraph.data.graph import PARTS, Graph, Split, check_unweighted
+from megagraph.data.names import Column, Ids, Names, Vocabulary
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MAX_CATEGORIES = 100  # words of a column; one of more is a text, or another id
+_MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"]
+_SPLIT_NAMES = {part: part for part in PARTS} | {"training": "train", "valid": "val", "validation": "val"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Files of a graph, and what their columns are.
+
+    Args:
+        edges: two columns, the ids of both ends, which may be called as they like. Edges have no direction here, none
+            counts twice, and more columns are refused unless they are all the same: weights and features of edges are
+            not supported.
+        nodes: a column of ids, further ones features; without it nodes are the ends of edges, without features.
+        labels: two columns, ids and classes, where the nodes' file has none; who is not in it is not labelled.
+        id: nodes' column of ids; default the first one.
+        label: nodes' column of classes; default the one called label, if there is one.
+        split: nodes' column that says train, val (or valid, validation) or test; default the one called split, if
+            there is one. Who has something else there is in no part.
+        drop: nodes' columns to leave out.
+    """
+
+    edges: Path
+    nodes: Path | None = None
+    labels: Path | None = None
+    id: str | None = None
+    label: str | None = None
+    split: str | None = None
+    drop: tuple[str, ...] = ()
+
+
+def read_tables(tables: Tables, like: Vocabulary | None = None) -> Graph:
+    """A graph with the ids of its nodes and the names of its classes.
+
+    Numbers become features of mean 0 and deviation 1, words one feature a value. Where a column misses some, numbers
+    count as their mean, words as none of their values, and one more feature says so.
+
+    Args:
+        like: of another graph, whose classes and columns it has: features are then made as there.
+
+    Raises:
+        ImportError: polars is not installed.
+        FileNotFoundError, ValueError: a file is not there, or not as said; names it, the column and the row.
+    """
+    polars = _polars()
+    ends = _ends(tables.edges)
+    if tables.nodes is None:
+        ids, rest = polars.concat(ends).unique().sort(), polars.DataFrame()
+        if unused := [name for name in ("id", "label", "split", "drop") if getattr(tables, name)]:
+            raise ValueError(f"expected a file of nodes (--nodes) for {', '.join(unused)}, got none")
+    else:
+        ids, rest = _nodes(tables.nodes, tables.id, tables.drop)
+    row_of = polars.Enum(ids)
+    edge_index = np.stack([_rows(end, row_of, tables.edges) for end in ends])
+    label, split = (_one_of(rest, *given, tables.nodes) for given in ((tables.label, "label"), (tables.split, "split")))
+    if tables.labels is None:
+        classes = None if label is None else rest[label].cast(polars.String)
+        where = f"column {label} of {tables.nodes}"
+    elif label is None:
+        classes, where = _labels(tables.labels, ids, row_of), str(tables.labels)
+    else:
+        raise ValueError(f"expected classes in one file, got {tables.labels} and column {label} of {tables.nodes}")
+    labels, class_names = _classes(classes, len(ids), None if like is None else like.classes, where)
+    parts = None if split is None else _split(rest[split], f"column {split} of {tables.nodes}")
+    rest = rest.drop([name for name in (label, split) if name is not None])
+    features, columns = _features(rest, len(ids), None if like is None else like.columns, tables.nodes)
+    graph = Graph.from_arrays(tables.edges.name.split(".")[0], features, edge_index, labels, parts)
+    names = Names(ids=Ids.of(ids.to_list()), classes=class_names, columns=columns)
+    return replace(graph, names=names, num_classes=len(class_names))
+
+
+def write_tables(graph: Graph, folder: Path) -> tuple[Path, Path]:
+    """nodes.csv with ids, labels, split and features, and edges.csv, each edge once."""
+    polars = _polars()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = folder / "nodes.csv", folder / "edges.csv"
+    names = graph.names
+    nodes = np.arange(graph.num_nodes)
+    ids = nodes.astype(str) if names is None else np.array([names.ids[node] for node in range(graph.num_nodes)])
+    classes = np.array([*(map(str, range(graph.num_classes)) if names is None else names.classes), ""])
+    columns: dict[str, Any] = {"id": ids, "label": classes[graph.labels]}
+    if graph.split is not None:
+        columns["split"] = parts = np.full(graph.num_nodes, "", "U5")
+        for part in PARTS:
+            parts[getattr(graph.split, part)] = part
+    features = np.empty((graph.num_nodes, graph.in_features), np.float32)
+    graph.read_features(nodes, features)
+    source = np.repeat(nodes, np.diff(graph.indptr))
+    once = source < graph.indices
+    tables = (
+        columns | {f"x{i}": x for i, x in enumerate(features.T)},
+        {"source": ids[source[once]], "target": ids[graph.indices[once]]},
+    )
+    for path, table in zip(paths, tables, strict=True):
+        with files.replacing(path) as file:
+            polars.DataFrame(table).write_csv(file)
+    return paths
+
+
+def _polars() -> Any:
+    try:
+        import polars
+    except ImportError as error:
+        raise ImportError("tables are read by the polars package: pip install 'megagraph[tables]'") from error
+    return polars
+
+
+def _read(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
+    """A file, these columns as words, by place or name."""
+    polars = _polars()
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a CSV or Parquet file, got {path}, which does not exist or is no file")
+    kind = [suffix for suffix in path.suffixes if suffix != ".gz"][-1:]
+    try:
+        if kind == [".parquet"]:
+            table = polars.read_parquet(path)
+            named = [table.columns[name] if isinstance(name, int) else name for name in words]
+            return table.with_columns(polars.col(name).cast(polars.String) for name in named if name in table.columns)
+        given: dict[str, Any] = {"separator": "\t" if kind == [".tsv"] else ",", "null_values": _MISSING}
+        columns = polars.read_csv(path, n_rows=0, **given).columns
+        named = [columns[name] if isinstance(name, int) else name for name in words]
+        as_words = {name: polars.String for name in named if name in columns}
+        return polars.read_csv(path, infer_schema_length=None, schema_overrides=as_words, **given)
+    except (polars.exceptions.PolarsError, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a table with a line of names, got {path}: {error}") from error
+
+
+def _ends(path: Path) -> list[pl.Series]:
+    """The ids of both ends of every edge."""
+    table = _read(path, words=(0, 1))
+    for name in table.columns[2:]:
+        column = table[name]
+        if column.dtype.is_numeric():
+            check_unweighted(f"column {name} of {path}", column.drop_nulls().to_numpy())
+        elif column.n_unique() > 1:
+            raise ValueError(
+                f"expected two columns in {path}, got also {name}: features and kinds of edges are not supported; take "
+                "it away"
+            )
+    ends = [table[name] for name in table.columns[:2]]
+    for end in ends:
+        if (missing := end.null_count()) > 0:
+            raise ValueError(
+                f"expected both ends of every edge in {path}, got {missing:,} without {end.name}, the first in row "
+                f"{_first(end.is_null())}"
+            )
+    return [end.alias("id") for end in ends]
+
+
+def _nodes(path: Path, id_name: str | None, drop: Sequence[str]) -> tuple[pl.Series, pl.DataFrame]:
+    """Ids, and the other columns."""
+    table = _read(path, words=(id_name or 0,))
+    for name in (*([id_name] if id_name else []), *drop):
+        _check_named(table, name, path)
+    ids = table[id_name or table.columns[0]]
+    if (missing := ids.null_count()) > 0:
+        first = _first(ids.is_null())
+        raise ValueError(f"expected an id in every row of {path}, got {missing:,} without, the first in row {first}")
+    if ids.n_unique() < len(ids):
+        twice = ids.is_duplicated()
+        raise ValueError(
+            f"expected every id once in column {ids.name} of {path}, got {ids.filter(twice)[0]!r} again, first in row "
+            f"{_first(twice)}; name another column with --id, or take rows away"
+        )
+    return ids, table.drop([ids.name, *(name for name in drop if name != ids.name)])
+
+
+def _rows(ids: pl.Series, row_of: Any, path: Path) -> np.ndarray:
+    """The rows of nodes with these ids, int64."""
+    found = ids.cast(row_of, strict=False)
+    if (unknown := found.null_count()) > 0:
+        at = _first(found.is_null())
+        raise ValueError(
+            f"expected ids of nodes in {path}, got {unknown:,} that no node has, the first {ids[at - 2]!r} in row "
+            f"{at}; add these nodes, or take the rows away"
+        )
+    rows: np.ndarray = found.to_physical().to_numpy().astype(np.int64)
+    return rows
+
+
+def _one_of(table: pl.DataFrame, given: str | None, default: str, path: Path | None) -> str | None:
+    """The column that was named, or that of this name."""
+    if given is not None:
+        assert path is not None
+        _check_named(table, given, path)
+        return given
+    return default if default in table.columns else None
+
+
+def _check_named(table: pl.DataFrame, name: str, path: Path) -> None:
+    if name not in table.columns:
+        raise ValueError(f"expected a column {name} in {path}, got {', '.join(table.columns[:20])}")
+
+
+def _labels(path: Path, ids: pl.Series, row_of: Any) -> pl.Series:
+    """The class of every node, from a file of ids and classes."""
+    polars = _polars()
+    table = _read(path, words=(0, 1))
+    if table.width != 2:
+        raise ValueError(f"expected two columns in {path}, ids and classes, got {', '.join(table.columns[:20])}")
+    who = table[table.columns[0]]
+    if who.n_unique() < len(who):
+        raise ValueError(
+            f"expected one class a node in {path}, got another one of {who.filter(who.is_duplicated())[0]!r}: several "
+            "labels a node are not supported"
+        )
+    rows, classes = _rows(who, row_of, path), table[table.columns[1]].to_list()
+    labels: list[str | None] = [None] * len(ids)
+    for row, name in zip(rows.tolist(), classes, strict=True):
+        labels[row] = name
+    return polars.Series("label", labels, polars.String)
+
+
+def _classes(
+    given: pl.Series | None, num_nodes: int, known: tuple[str, ...] | None, where: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Numbers of classes int64 [V], -1 = none, and their names, numbers in the order of their values."""
+    if given is None:
+        return np.full(num_nodes, -1), known or ()
+    found = given.drop_nulls().unique().sort().to_list()
+    try:
+        values = [float(name) for name in found]
+    except ValueError:
+        pass
+    else:
+        if any(value != int(value) for value in values if np.isfinite(value)):
+            raise ValueError(
+                f"expected classes in {where}, got numbers such as {found[0]}: regression is not supported; cut them "
+                "into classes"
+            )
+        found = [name for _, name in sorted(zip(values, found, strict=True))]
+    if known:
+        if others := sorted(set(found) - set(known)):
+            raise ValueError(
+                f"expected the classes {', '.join(known[:20])} in {where}, got also {', '.join(others[:5])}"
+            )
+        found = list(known)
+    number = {name: i for i, name in enumerate(found)}
+    labels = np.array([-1 if name is None else number[name] for name in given.to_list()], np.int64)
+    return labels, tuple(found)
+
+
+def _split(given: pl.Series, where: str) -> Split:
+    polars = _polars()
+    names = given.cast(polars.String).str.to_lowercase().to_list()
+    parts: dict[str, list[int]] = {part: [] for part in PARTS}
+    for node, name in enumerate(names):
+        if (part := _SPLIT_NAMES.get(name)) is not None:
+            parts[part].append(node)
+    if not all(parts.values()):
+        lacking = ", ".join(part for part, nodes in parts.items() if not nodes)
+        raise ValueError(f"expected train, val and test in {where}, got no {lacking}")
+    return Split(*(np.array(parts[part], np.int64) for part in PARTS))
+
+
+def _features(
+    table: pl.DataFrame, num_nodes: int, known: tuple[Column, ...] | None, path: Path | None
+) -> tuple[np.ndarray, tuple[Column, ...]]:
+    """float32 [V, d_in], and the columns that they come from."""
+    if known is None:
+        known = tuple(_column(table[name], path) for name in table.columns)
+    elif {column.name for column in known} - set(table.columns):
+        lacking = [column.name for column in known if column.name not in table.columns]
+        raise ValueError(f"expected the columns of the other graph in {path}, got no {', '.join(lacking[:20])}")
+    features = np.zeros((num_nodes, sum(column.width for column in known)), np.float32)
+    first = 0
+    for column in known:
+        _encode(table[column.name], column, features[:, first : first + column.width], path)
+        first += column.width
+    return features, known
+
+
+def _column(given: pl.Series, path: Path | None) -> Column:
+    """What a column is, from its values."""
+    polars = _polars()
+    if given.dtype == polars.Boolean or given.dtype.is_numeric():
+        numbers = _numbers(given)
+        present = numbers[~np.isnan(numbers)]
+        if np.isinf(present).any():
+            at = _first(given.is_infinite().fill_null(False))
+            raise ValueError(f"expected finite numbers in column {given.name} of {path}, got inf in row {at}")
+        mean, deviation = (float(present.mean()), float(present.std())) if len(present) else (0.0, 0.0)
+        missing = len(present) < len(numbers)
+        return Column(name=given.name, kind="number", mean=mean, deviation=deviation or 1.0, missing=missing)
+    if given.dtype not in (polars.String, polars.Categorical, polars.Enum):
+        raise ValueError(
+            f"expected numbers or words in column {given.name} of {path}, got {given.dtype}; leave it out with "
+            f"--drop {given.name}"
+        )
+    values = given.cast(polars.String).drop_nulls().unique().sort().to_list()
+    if len(values) > MAX_CATEGORIES:
+        raise ValueError(
+            f"expected at most {MAX_CATEGORIES} values of words in column {given.name} of {path}, got {len(values):,}, "
+            f"such as {values[0]!r}; leave it out with --drop {given.name}, or turn it into numbers"
+        )
+    return Column(name=given.name, kind="word", values=tuple(values), missing=given.null_count() > 0)
+
+
+def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | None) -> None:
+    polars = _polars()
+    if column.kind == "number":
+        if not (given.dtype == polars.Boolean or given.dtype.is_numeric() or given.null_count() == len(given)):
+            raise ValueError(f"expected numbers in column {column.name} of {path}, got {given.dtype}")
+        numbers = _numbers(given)
+        missing = np.isnan(numbers)
+        into[:, 0] = np.where(missing, 0.0, (numbers - column.mean) / column.deviation)
+    else:
+        found = given.cast(polars.String).cast(polars.Enum(column.values), strict=False).to_physical()
+        missing = found.is_null().to_numpy()
+        rows = np.flatnonzero(~missing)
+        into[rows, found.drop_nulls().to_numpy()] = 1.0
+    if column.missing:
+        into[:, -1] = missing
+
+
+def _numbers(given: pl.Series) -> np.ndarray:
+    """fp64, nothing is NaN."""
+    polars = _polars()
+    numbers: np.ndarray = given.cast(polars.Float64).fill_null(float("nan")).to_numpy()
+    return numbers
+
+
+def _first(flags: pl.Series) -> int:
+    """The line of a file with the first true one, below a line of names."""
+    index = flags.arg_max()
+    assert index is not None
+    return index + 2

@@ -1,0 +1,274 @@
+"""Graphs from tables: ids, columns and classes are those of the files, and what cannot be read is said."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars
+import pytest
+
+import megagraph as mg
+from megagraph import files
+from megagraph.cli import main
+from megagraph.data.datasets import synthetic_graph
+from megagraph.data.store import open_store, write_store
+from megagraph.data.tables import MAX_CATEGORIES, Tables, read_tables, write_tables
+
+NODES = """name,age,city,member,label,split
+007,3,rome,true,red,train
+7,,paris,false,blue,val
+x y,5,,true,,
+"z,1",1,rome,true,red,TEST
+"""
+EDGES = 'from,to\n007,7\nx y,"z,1"\n"z,1",007\n7,007\n7,7\n'
+IDS = ["007", "7", "x y", "z,1"]
+
+
+def write(folder, **contents):
+    """NAME_SUFFIX=text."""
+    paths = {}
+    for name, text in contents.items():
+        path = folder / name.replace("_", ".")
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+        paths[name.split("_")[0]] = path
+    return Tables(**paths)
+
+
+def ids_of(graph):
+    return [graph.names.ids[node] for node in range(graph.num_nodes)]
+
+
+def test_ids_columns_classes_and_split(tmp_path):
+    graph = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
+    assert ids_of(graph) == IDS  # as they stand there, not numbers
+    assert graph.indptr.tolist() == [0, 2, 3, 4, 6] and graph.indices.tolist() == [1, 3, 0, 3, 0, 2]
+    assert graph.names.classes == ("blue", "red") and graph.num_classes == 2
+    assert graph.labels.tolist() == [1, 0, -1, 1]
+    assert [part.tolist() for part in (graph.split.train, graph.split.val, graph.split.test)] == [[0], [1], [3]]
+    spread = (8 / 3) ** 0.5  # of 3, 5, 1
+    expected = np.array(
+        # age and whether it is missing; paris, rome, missing; member, three of four
+        [
+            [0, 0, 0, 1, 0, 1 / 3**0.5],
+            [0, 1, 1, 0, 0, -(3**0.5)],
+            [2 / spread, 0, 0, 0, 1, 1 / 3**0.5],
+            [-2 / spread, 0, 0, 1, 0, 1 / 3**0.5],
+        ]
+    )
+    np.testing.assert_allclose(graph.features, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["csv_gz", "tsv", "tsv_gz", "parquet"])
+def test_every_kind_of_file_gives_the_same_graph(tmp_path, kind):
+    want = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
+    if kind == "parquet":
+        given = {}
+        for name, text in (("nodes", NODES), ("edges", EDGES)):
+            given[name] = tmp_path / f"{name}.parquet"
+            words = {"name": polars.String} if name == "nodes" else {"from": polars.String, "to": polars.String}
+            polars.read_csv(text.encode(), schema_overrides=words).write_parquet(given[name])
+        tables = Tables(**given)
+    else:
+        separator = "," if kind.startswith("csv") else "\t"
+        rows = {"nodes": NODES, "edges": EDGES}
+        texts = {
+            f"{name}_{kind}": polars.read_csv(text.encode(), infer_schema=False).write_csv(separator=separator)
+            for name, text in rows.items()
+        }
+        tables = write(tmp_path, **texts)
+    assert_same(read_tables(tables), want)
+
+
+def assert_same(got, want):
+    assert ids_of(got) == ids_of(want) and got.names.classes == want.names.classes
+    assert got.names.columns == want.names.columns
+    for name in ("indptr", "indices", "features", "labels"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+
+
+def test_edges_alone_and_labels_of_their_own(tmp_path):
+    edges = "a,b\nn2,n10\nn10,n3\n"
+    graph = read_tables(write(tmp_path, edges_csv=edges, labels_csv="who,what\nn3,10\nn2,9\n"))
+    assert ids_of(graph) == ["n10", "n2", "n3"] and graph.features.shape == (3, 0)
+    assert graph.names.classes == ("9", "10")  # numbers in the order of their values
+    assert graph.labels.tolist() == [-1, 0, 1]
+    unlabelled = read_tables(write(tmp_path, edges_csv=edges, nodes_csv="id,x\nn2,1\nn10,2\nn3,4\n"))
+    assert unlabelled.num_classes == 0 and unlabelled.labels.tolist() == [-1] * 3
+
+
+def test_integers_in_parquet_are_ids_and_number_columns(tmp_path):
+    polars.DataFrame({"id": [5, 3], "x": [1.0, 2.0]}).write_parquet(tmp_path / "nodes.parquet")
+    polars.DataFrame({"a": [3], "b": [5], "w": [1]}).write_parquet(tmp_path / "edges.parquet")
+    graph = read_tables(Tables(nodes=tmp_path / "nodes.parquet", edges=tmp_path / "edges.parquet"))
+    assert ids_of(graph) == ["5", "3"] and graph.features.tolist() == [[-1.0], [1.0]]
+
+
+def test_another_graph_gets_the_columns_and_classes_of_the_first(tmp_path):
+    first = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
+    other = "name,member,city,age\nq,true,rome,7\n007,false,oslo,3\n"
+    graph = read_tables(write(tmp_path, nodes_csv=other, edges_csv="a,b\nq,007\n"), like=first.names)
+    spread = (8 / 3) ** 0.5
+    expected = [[4 / spread, 0, 0, 1, 0, 1 / 3**0.5], [0, 0, 0, 0, 1, -(3**0.5)]]  # oslo is none of the values
+    np.testing.assert_allclose(graph.features, expected, rtol=1e-6)
+    assert graph.names.classes == ("blue", "red") and graph.num_classes == 2
+
+
+def test_a_store_keeps_names_and_exports_them(tmp_path):
+    graph = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
+    write_store(graph, tmp_path / "store")
+    stored = open_store(tmp_path / "store")
+    assert_same(stored, graph)
+    nodes, edges = write_tables(stored, tmp_path / "tables")
+    again = read_tables(Tables(nodes=nodes, edges=edges))
+    assert ids_of(again) == IDS and again.names.classes == graph.names.classes
+    np.testing.assert_array_equal(again.labels, graph.labels)
+    np.testing.assert_array_equal(again.indices, graph.indices)
+    np.testing.assert_array_equal(again.split.test, graph.split.test)
+    assert edges.read_text().count("\n") == 1 + graph.num_edges // 2
+
+
+def test_numbers_are_exported_as_they_are(tmp_path):
+    graph = synthetic_graph(num_nodes=50, in_features=3, seed=0)
+    nodes, _ = write_tables(graph, tmp_path)
+    table = polars.read_csv(nodes)
+    np.testing.assert_array_equal(table["label"].to_numpy(), graph.labels)
+    got = table.select("x0", "x1", "x2").to_numpy()
+    np.testing.assert_allclose(got, graph.features, rtol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["classes", "columns", "ids", "array"])
+def test_a_store_whose_names_are_not_those_of_its_graph(tmp_path, change):
+    write_store(read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES)), tmp_path / "store")
+    path = tmp_path / "store/header.json"
+    header = json.loads(path.read_text())
+    if change == "ids":
+        header["arrays"]["ids_indptr"]["shape"] = [4]
+    elif change == "array":
+        del header["arrays"]["ids"]
+    else:
+        header["names"][change] = header["names"][change][:1]
+    header.pop("checksum", None)
+    files.write_json(path, header)
+    with pytest.raises(ValueError, match="import the graph again"):
+        open_store(tmp_path / "store")
+
+
+BAD = {
+    "an id that no node has": (
+        dict(edges_csv=EDGES + "7,8\n"),
+        {},
+        r"expected ids of nodes in .*edges\.csv, got 1 that no node has, the first '8' in row 7; add these nodes",
+    ),
+    "an end that is missing": (
+        dict(edges_csv=EDGES + "7,\n"),
+        {},
+        r"expected both ends of every edge in .*edges\.csv, got 1 without to, the first in row 7",
+    ),
+    "weights": (
+        dict(edges_csv="a,b,w\n7,007,1\n007,x y,2\n"),
+        {},
+        r"expected an unweighted graph, got column w of .*edges\.csv with values of 1\.\.2",
+    ),
+    "kinds of edges": (
+        dict(edges_csv="a,b,w\n7,007,likes\n007,x y,knows\n"),
+        {},
+        r"expected two columns in .*edges\.csv, got also w",
+    ),
+    "one column": (dict(edges_csv="a\n7\n"), {}, r"expected a table with a line of names, got .*edges\.csv"),
+    "no edges": (dict(edges_csv="a,b\n"), {}, "expected a graph with edges, got none"),
+    "an empty file": (dict(edges_csv=""), {}, r"expected a table with a line of names, got .*edges\.csv"),
+    "no such file": ({}, {"edges": "nowhere.csv"}, "expected a CSV or Parquet file, got nowhere.csv"),
+    "an id twice": (
+        dict(nodes_csv=NODES + "7,1,rome,true,red,train\n"),
+        {},
+        r"expected every id once in column name of .*nodes\.csv, got '7' again, first in row 3; name another",
+    ),
+    "no id": (
+        dict(nodes_csv=NODES + ",1,rome,true,red,train\n"),
+        {},
+        r"expected an id in every row of .*nodes\.csv, got 1 without, the first in row 6",
+    ),
+    "no such id column": ({}, {"id": "Name"}, r"expected a column Name in .*nodes\.csv, got name, age, city"),
+    "no such label": ({}, {"label": "target"}, r"expected a column target in .*nodes\.csv, got age, city"),
+    "no such column to drop": ({}, {"drop": ("town",)}, r"expected a column town in .*nodes\.csv"),
+    "a text": (
+        dict(nodes_csv="id,note\n" + "".join(f"{i},text {i}\n" for i in range(102)), edges_csv="a,b\n1,2\n"),
+        {},
+        rf"expected at most {MAX_CATEGORIES} values of words in column note of .*, got 102, such as .*--drop note",
+    ),
+    "infinity": (
+        dict(nodes_csv='id,x\n007,1\n7,inf\nx y,2\n"z,1",3\n'),
+        {},
+        r"expected finite numbers in column x of .*nodes\.csv, got inf in row 3",
+    ),
+    "regression": ({}, {"label": "age"}, None),
+    "fractions": (
+        dict(nodes_csv='id,label\n007,1.5\n7,2\nx y,2\n"z,1",3\n'),
+        {},
+        r"expected classes in column label of .*nodes\.csv, got numbers such as 1\.5: regression is not supported",
+    ),
+    "several labels": (
+        dict(nodes_csv='id,x\n007,1\n7,2\nx y,2\n"z,1",3\n', labels_csv="id,l\n7,a\n007,b\n7,b\n"),
+        {},
+        r"expected one class a node in .*labels\.csv, got another one of '7': several labels a node are not supported",
+    ),
+    "labels twice": (
+        dict(labels_csv="id,l\n7,a\n"),
+        {},
+        r"expected classes in one file, got .*labels\.csv and column label of .*nodes\.csv",
+    ),
+    "no part to test on": (
+        dict(nodes_csv=NODES.replace("TEST", "val")),
+        {},
+        r"expected train, val and test in column split of .*nodes\.csv, got no test",
+    ),
+    "columns of nodes without nodes": (
+        {},
+        {"nodes": None, "id": "name"},
+        r"expected a file of nodes \(--nodes\) for id",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_read_is_said(tmp_path, case):
+    contents, changes, message = BAD[case]
+    tables = write(tmp_path, **{"nodes_csv": NODES, "edges_csv": EDGES} | contents)
+    changes = {name: Path(value) if name == "edges" else value for name, value in changes.items()}
+    tables = replace(tables, **changes)
+    if message is None:  # whole numbers are classes
+        assert read_tables(tables).names.classes == ("1", "3", "5")
+        return
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_tables(tables)
+
+
+def test_from_tables_to_predictions(tmp_path, monkeypatch, capsys):
+    """As a user does it: import, train, predict, with ids and classes in the file at the end."""
+    graph = synthetic_graph(num_nodes=120, num_classes=3, in_features=4, seed=0)
+    nodes, edges = write_tables(graph, tmp_path)
+    text = nodes.read_text().splitlines()
+    names = [f"node {line}" if i else line for i, line in enumerate(text)]
+    nodes.write_text("\n".join(names) + "\n")
+    lines = edges.read_text().splitlines()
+    joined = [",".join(f"node {end}" for end in line.split(",")) if i else line for i, line in enumerate(lines)]
+    edges.write_text("\n".join(joined) + "\n")
+
+    def run(words):
+        monkeypatch.setattr(sys, "argv", ["megagraph", *words.split()])
+        main()
+
+    monkeypatch.chdir(tmp_path)
+    run("data import --nodes nodes.csv --edges edges.csv --out graph")
+    assert "120 nodes" in capsys.readouterr().out
+    run("train --dataset graph --layers 1 --dim 8 --heads 2 --epochs 1 --max-steps 1 --out run")
+    run("predict run --out predictions.csv")
+    table = polars.read_csv("predictions.csv")
+    assert table["node"].to_list() == [f"node {i}" for i in range(120)]
+    assert table.columns == ["node", "class", "probability_0", "probability_1", "probability_2"]
+    assert isinstance(mg.predict("run"), np.ndarray)
