@@ -153,7 +153,9 @@ class Batch:
     def map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
         """The batch with other tensors, but for the fields to ``leave``; ``BorderedData`` stays as it is."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in leave)
-        mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
+        mapped: dict[str, Any] = {
+            name: function(value) for name, value in values if isinstance(value, Tensor) and name != "structure"
+        }
         if isinstance(self.structure, BorderedData):
             return replace(self, **mapped)
         # with the memory between its rows: they stay aligned, and it is one copy

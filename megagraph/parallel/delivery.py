@@ -7,6 +7,7 @@ up the structure again in each would take as much CPU time as the first one's.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
@@ -14,10 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
+
+_MOST_TOLD = 1 << 13  # bytes that describe a batch, pickled
+_ALIGNED = 64  # bytes, where each tensor begins
 
 
 def stages_of_node(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -81,26 +86,51 @@ class NodeLoader:
 
 def _send(batch: Batch, group: dist.ProcessGroup) -> Callable[[], Batch]:
     for_others = batch.without_features()
-    dist.broadcast_object_list([for_others.map(lambda x: x.to("meta"))], group=group, group_src=0)
-    return _on_its_way(for_others, batch, group)
+    told = pickle.dumps(for_others.map(lambda x: x.to("meta")))
+    assert len(told) < _MOST_TOLD, "what is said of a batch is of one size"
+    header = torch.frombuffer(bytearray(told.ljust(_MOST_TOLD)), dtype=torch.uint8)
+    dist.broadcast(header, group=group, group_src=0)
+    memory = torch.empty(_num_bytes(for_others), dtype=torch.uint8)
+    _lay_out(for_others, memory, lambda tensor, part: part.copy_(tensor))
+    return _on_its_way(memory, batch, group)
 
 
 def _receive(group: dist.ProcessGroup) -> Callable[[], Batch]:
-    described: list[Any] = [None]
-    dist.broadcast_object_list(described, group=group, group_src=0)
-    pinned = torch.cuda.is_available()
-    batch = described[0].map(lambda x: torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned))
-    return _on_its_way(batch, batch, group)
+    header = torch.empty(_MOST_TOLD, dtype=torch.uint8)
+    dist.broadcast(header, group=group, group_src=0)
+    described: Batch = pickle.loads(header.numpy().tobytes())
+    memory = torch.empty(_num_bytes(described), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return _on_its_way(memory, _lay_out(described, memory, lambda _, part: part), group)
 
 
-def _on_its_way(sent: Batch, batch: Batch, group: dist.ProcessGroup) -> Callable[[], Batch]:
+def _room(tensor: Tensor) -> int:
+    """Bytes up to where the next one begins."""
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _num_bytes(batch: Batch) -> int:
+    return sum(_room(tensor) for tensor in batch.memory())
+
+
+def _lay_out(batch: Batch, memory: Tensor, put: Callable[[Tensor, Tensor], Tensor]) -> Batch:
+    """``put`` every tensor of a batch into its part of the memory, one behind the other; the batch of the results."""
+    first = 0
+
+    def place(tensor: Tensor) -> Tensor:
+        nonlocal first
+        part = memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        first += _room(tensor)
+        return put(tensor, part)
+
+    return batch.map(place)
+
+
+def _on_its_way(memory: Tensor, batch: Batch, group: dist.ProcessGroup) -> Callable[[], Batch]:
     """Start to send; gives ``batch`` when it is done."""
-    parts = [x.flatten().view(torch.uint8) for x in sent.memory() if x.numel()]
-    works = [dist.broadcast(part, group=group, group_src=0, async_op=True) for part in parts]
+    work = dist.broadcast(memory, group=group, group_src=0, async_op=True)
 
     def there() -> Batch:
-        for work in works:
-            work.wait()
+        work.wait()
         return batch
 
     return there
