@@ -70,8 +70,9 @@ def kept_bytes(rates: Rates, work: RankWork) -> Kept:
     layer, last_layer = (
         dot(rates, kept_terms(m, rows, queries, columns, config, mixed=mixed)) for queries in (rows, work.targets)
     )
-    if plan.cp > 1 and plan.comm == "allgather":  # k and v of the other ranks' rows are kept, too
-        layer, last_layer = (kept + 2 * work.number_bytes * m * work.away * config.dim for kept in (layer, last_layer))
+    if plan.cp > 1 and plan.comm == "allgather":  # k and v as all ranks send them, in the place of a rank's own
+        gathered = 2 * work.number_bytes * m * (plan.cp - 1) * rows * config.dim
+        layer, last_layer = layer + gathered, last_layer + gathered
     elif plan.comm == "halo":
         layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
     embedding = dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))

@@ -98,7 +98,6 @@ class RankWork:
         batch_sequences: of the largest part that a replica has [B / P_dp].
         sequences: of a micro-batch of it [b].
         block: regular nodes of a sequence [N' / P_cp].
-        away: regular nodes of a sequence that other ranks have.
         rows, columns: nodes of a sequence that the rank computes, and those that they attend to [S, N' + N_s], on
             average where pairs are listed.
         targets: rows of a sequence that are read out.
@@ -114,7 +113,6 @@ class RankWork:
     batch_sequences: int
     sequences: int
     block: int
-    away: int
     num_super: int
     rows: int
     columns: float
@@ -140,7 +138,6 @@ class RankWork:
             batch_sequences=own,
             sequences=-(-own // plan.num_microbatches),
             block=block,
-            away=given.num_nodes - block,
             num_super=given.num_super,
             rows=rows,
             columns=listed if given.pairs else given.num_nodes + given.num_super,

@@ -161,9 +161,9 @@ def test_bytes_of_two_stages(comm, bias, pair_bytes):
     hidden = 2 * (3 + 1) * 4 * 4  # 2 sequences of a micro-batch, rows, channels, fp32
     block = 2 * 3 * 4 * 4 * 2  # the same of regular nodes, keys and values
     once = data + {"ring": 4 * block + hidden, "allgather": 2 * block}[comm]
-    # all gathered, a layer keeps keys and values of the 3 rows of others, of the micro-batch before; and the first
-    # stage its result, where the last one has its input in a buffer
-    kept = {"ring": 0, "allgather": 2 * 3 * 4 * 4 * 2}[comm]
+    # all gathered, a layer keeps keys and values of the 3 + 1 rows of the other rank, too, of the micro-batch before;
+    # and the first stage its result, where the last one has its input in a buffer
+    kept = {"ring": 0, "allgather": 2 * (3 + 1) * 4 * 4 * 2}[comm]
     first_kept, last_kept = kept + hidden, max(0, kept - hidden)
     # parameters, two moments, gradients and DDP's buckets; buffers for gradients or hidden states of 2 micro-batches
     either = [4 * 5 * num + 2 * hidden + once for num in (first + layer, layer + last)]
