@@ -159,7 +159,7 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "a lightest split with too little room",
-        "megagraph/planner/search.py",
+        "megagraph/planner/split.py",
         "np.partition(memory, num_layers - 1, axis=None)[num_layers - 1]",
         "np.partition(memory, num_layers - 1, axis=None)[num_layers - 2]",
     ),

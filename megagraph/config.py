@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from megagraph import files
+from megagraph import files, flags
 from megagraph.data.options import Batching, BatchOptions, Scope
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Across, Plan, ScheduleName
@@ -231,7 +230,7 @@ class TrainConfig:
         for name, value in vars(self).items():
             most = _AT_MOST.get(name, (1 << 31) - 1)
             if type(value) is int and value > most:
-                raise ValueError(f"{name} must be at most {most}, got {_short(value)}")
+                raise ValueError(f"{name} must be at most {most}, got {flags.short(value)}")
         for name in ("timeout", "lock_wait"):
             if getattr(self, name) > _MAX_SECONDS:
                 raise ValueError(f"{name} must be at most {_MAX_SECONDS:g} seconds, got {getattr(self, name)}")
@@ -264,14 +263,14 @@ class TrainConfig:
 
     def parallel_plan(self) -> Plan:
         """The layout of the processes, from its fields; the inverse of ``with_plan``."""
-        pp, cp, dp = _integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
+        pp, cp, dp = flags.integers("plan", self.plan, "pp,cp,dp, three numbers", 3)
         Plan(pp=pp, cp=cp, dp=dp)  # so that the degrees are checked before the stages
         stages = pp * self.stages_per_rank
         layers, shares = tuple[int, ...](), tuple[int, ...]()
         if self.shares is not None:
-            shares = _integers("shares", self.shares, f"dp = {dp} numbers", dp)
+            shares = flags.integers("shares", self.shares, f"dp = {dp} numbers", dp)
         if self.stage_layers is not None:
-            layers = _integers("stage_layers", self.stage_layers, f"{stages} numbers", stages)
+            layers = flags.integers("stage_layers", self.stage_layers, f"{stages} numbers", stages)
         return Plan(
             pp=pp,
             cp=cp,
@@ -323,7 +322,7 @@ class TrainConfig:
     @property
     def limit_seconds(self) -> float | None:
         """The time limit."""
-        return None if self.time_limit is None else _seconds(self.time_limit)
+        return None if self.time_limit is None else flags.seconds(self.time_limit)
 
     @property
     def batch_sequences(self) -> int:
@@ -434,33 +433,3 @@ class TrainConfig:
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
         """From the values of a JSON object; ValueError names a field that is not right."""
         return files.typed(cls, values, "the configuration of a run")
-
-
-def _seconds(text: str) -> float:
-    """Of "3h", "90m", "1h30m", "45s" or, as schedulers write it, "[days-]hours:minutes:seconds"."""
-    number = r"(\d{1,9})"
-    words = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text) if text else None
-    clock = re.fullmatch(rf"(?:{number}-)?{number}:(\d\d):(\d\d)", text)
-    if words is not None:
-        days, (hours, minutes, seconds) = 0, (int(part or 0) for part in words.groups())
-    elif clock is not None:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-    else:
-        raise ValueError(f"time_limit must be as 3h, 90m, 1h30m or 2-12:00:00, got {_short(text)}")
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-
-
-def _integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...]:
-    """The numbers of a flag such as "3,7,7,7"."""
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if len(numbers) != count:
-        raise ValueError(f"{name} must be {expected} such as {','.join(map(str, range(1, count + 1)))}, got {text!r}")
-    return numbers
-
-
-def _short(value: Any) -> str:
-    shown = hex(value) if isinstance(value, int) and value.bit_length() > 100 else repr(value)
-    return shown if len(shown) <= 100 else f"{shown[:100]}..."

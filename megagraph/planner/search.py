@@ -21,7 +21,7 @@ from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
 from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_bytes
 from megagraph.planner.plan import Across, Plan
-from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib
+from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib, lightest_split, moves
 from megagraph.planner.workload import RankWork, Workload
 
 KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
@@ -273,7 +273,7 @@ class _Search:
             splits = [tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in cuts]
             return min((timed, *self._runs(work, splits, tables, memory)), key=_rank)
         while near:
-            nearest = list(islice(self._runs(work, _moves(plan.layers), tables, memory), MOST_MOVES))
+            nearest = list(islice(self._runs(work, moves(plan.layers), tables, memory), MOST_MOVES))
             better = min((timed, *nearest), key=_rank)
             if better is timed:
                 break
@@ -400,38 +400,6 @@ class _Search:
         """An equal part of that for every stage of a rank, [stages, 1] or [1, 1]."""
         limits = self._limits(plan) / plan.stages_per_rank
         return limits[:, None] if len(limits) == 1 else np.tile(limits, plan.stages_per_rank)[:, None]
-
-
-def _moves(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One layer from a stage to the next one or the one before, or between an end and the fullest."""
-    num = len(split)
-    fullest = max(range(num), key=split.__getitem__)
-    pairs = {(i, i + step) for i in range(num) for step in (-1, 1) if 0 <= i + step < num}
-    pairs |= {(fullest, end) for end in (0, num - 1)} | {(end, fullest) for end in (0, num - 1)}
-    for source, target in sorted(pairs):
-        if split[source] > 1 and source != target:
-            moved = list(split)
-            moved[source] -= 1
-            moved[target] += 1
-            yield tuple(moved)
-
-
-def lightest_split(memory: Floats) -> tuple[int, ...]:
-    """The split whose largest stage needs least; ``memory`` [P, L - P + 2] grows with the layers of a stage.
-
-    The least limit under which the stages hold all L layers is the L-th smallest entry, or the largest for one layer.
-    """
-    most = memory.shape[1] - 1  # every other stage has one layer at least
-    num_layers = most + len(memory) - 1
-    memory = memory[:, 1:]
-    limit = max(memory[:, 0].max(), np.partition(memory, num_layers - 1, axis=None)[num_layers - 1])
-    counts = (memory <= limit).sum(axis=1)
-    # what is too much is taken from the fullest, so that the stages are as even as this memory lets them
-    levels = np.minimum(np.arange(most + 1)[:, None], counts)
-    level = int(np.searchsorted(levels.sum(axis=1), num_layers))
-    counts = levels[level]
-    counts[np.flatnonzero(counts == level)[: counts.sum() - num_layers]] -= 1
-    return tuple(counts.tolist())
 
 
 def _why_nothing_fits(

@@ -7,7 +7,7 @@ that the layers of a model are all alike, so that only the first and the last st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,6 +170,38 @@ def balance(
     # the earliest keep the most in flight, so they hold the one less
     counts[np.flatnonzero(counts == level[left])[: over[left]]] -= 1
     return (int(i) + 1, *counts.tolist(), int(j) + 1), float(time[i, j])
+
+
+def moves(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """One layer from a stage to the next one or the one before, or between an end and the fullest."""
+    num = len(split)
+    fullest = max(range(num), key=split.__getitem__)
+    pairs = {(i, i + step) for i in range(num) for step in (-1, 1) if 0 <= i + step < num}
+    pairs |= {(fullest, end) for end in (0, num - 1)} | {(end, fullest) for end in (0, num - 1)}
+    for source, target in sorted(pairs):
+        if split[source] > 1 and source != target:
+            moved = list(split)
+            moved[source] -= 1
+            moved[target] += 1
+            yield tuple(moved)
+
+
+def lightest_split(memory: Floats) -> tuple[int, ...]:
+    """The split whose largest stage needs least; ``memory`` [P, L - P + 2] grows with the layers of a stage.
+
+    The least limit under which the stages hold all L layers is the L-th smallest entry, or the largest for one layer.
+    """
+    most = memory.shape[1] - 1  # every other stage has one layer at least
+    num_layers = most + len(memory) - 1
+    memory = memory[:, 1:]
+    limit = max(memory[:, 0].max(), np.partition(memory, num_layers - 1, axis=None)[num_layers - 1])
+    counts = (memory <= limit).sum(axis=1)
+    # what is too much is taken from the fullest, so that the stages are as even as this memory lets them
+    levels = np.minimum(np.arange(most + 1)[:, None], counts)
+    level = int(np.searchsorted(levels.sum(axis=1), num_layers))
+    counts = levels[level]
+    counts[np.flatnonzero(counts == level)[: counts.sum() - num_layers]] -= 1
+    return tuple(counts.tolist())
 
 
 def gpipe_seconds(
