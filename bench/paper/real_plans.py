@@ -86,7 +86,7 @@ class Bench:
         self.graph: Graph = synthetic_graph(num_nodes=4400, num_classes=8, in_features=64, average_degree=10, seed=0)
         self.builder: Builder = batches(config, self.graph)
         self.nodes = np.arange(self.graph.num_nodes)
-        self._meshes: dict[tuple[int, ...], DeviceMesh | None] = {}
+        self._meshes: dict[tuple[Any, ...], DeviceMesh | None] = {}
 
     def profile(self) -> list[dict[str, Any]]:
         """Rows of this machine, without a loader."""
@@ -98,10 +98,10 @@ class Bench:
     def build(self, plan: Plan) -> tuple[Callable[[], tuple[float, float]], Callable[[], tuple[float, int]]]:
         """A step, which gives its loss and seconds, and the first two, which give a loss and the peak of live bytes."""
         config = replace(self.config, checkpoint=plan.checkpoint)
-        degrees = (plan.pp, plan.dp, plan.cp)
-        if degrees not in self._meshes:
-            self._meshes[degrees] = make_mesh(plan, DEVICE)
-        mesh = self._meshes[degrees]
+        layout = (plan.pp, plan.dp, plan.cp, plan.across)
+        if layout not in self._meshes:
+            self._meshes[layout] = make_mesh(plan, DEVICE)
+        mesh = self._meshes[layout]
         torch.manual_seed(0)
         model_config = config.model_config(
             in_features=self.graph.in_features,

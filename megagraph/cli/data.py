@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,39 +10,12 @@ import tyro
 from megagraph.cli.job import Job
 from megagraph.data.datasets import load_graph
 from megagraph.data.generate import generate
-from megagraph.data.graph import Graph
 from megagraph.data.header import describe
 from megagraph.data.names import Names
 from megagraph.data.store import FeatureForm, open_store, verify_store, write_store
 from megagraph.data.tables import Tables, read_tables, write_tables
 
-
-@dataclass(frozen=True, kw_only=True)
-class FromTables:
-    """Files of ``Tables``, as flags."""
-
-    edges: Path | None = None
-    """CSV or Parquet (also .gz, .tsv): two columns, the ids of both ends of an edge, which has no direction."""
-    nodes: Path | None = None
-    """A column of ids; numbers become features of mean 0 and deviation 1, words a feature a value."""
-    labels: Path | None = None
-    """Ids and classes, where nodes have no column of them."""
-    id: str | None = None
-    """Nodes' column of ids; default the first one."""
-    label: str | None = None
-    """Nodes' column of classes; default label, if there is one."""
-    split: str | None = None
-    """Nodes' column that says train, val or test; default split, if there is one."""
-    drop: tuple[str, ...] = ()
-    """Nodes' columns to leave out."""
-    like: Path | None = None
-    """A store from tables: the same classes, and features made as there; to predict with what was trained on it."""
-
-    def read(self) -> Graph:
-        if self.edges is None:
-            raise ValueError("expected a data set, or a file of edges (--edges) beside --nodes, got neither")
-        given = {field.name: getattr(self, field.name) for field in fields(Tables)}
-        return read_tables(Tables(**given), None if self.like is None else _names_of(self.like))
+_NO_TABLES = Tables()
 
 
 def import_data(
@@ -51,7 +23,8 @@ def import_data(
     /,
     *,
     out: Path,
-    tables: tyro.conf.OmitArgPrefixes[FromTables] = FromTables(),
+    tables: tyro.conf.OmitArgPrefixes[Tables] = _NO_TABLES,
+    like: Path | None = None,
     root: Path | None = None,
     features: FeatureForm = "same",
 ) -> Job:
@@ -60,14 +33,20 @@ def import_data(
     Args:
         dataset: what --dataset of megagraph train takes; none for tables.
         out: folder of the store; a store that is there already is replaced once the new one is complete.
+        tables: files of a graph.
+        like: a store from tables: the same classes, and features made as there; to predict with what was trained on it.
         root: folder of the named data sets.
         features: how to keep them; "same" is as they come.
     """
-    if dataset is not None and tables != FromTables():
+    if dataset is not None and (tables != _NO_TABLES or like is not None):
         raise ValueError(f"expected a data set or tables, got {dataset} and flags of tables")
 
     def job() -> None:
-        write_store(tables.read() if dataset is None else load_graph(dataset, root), out, features)
+        if dataset is None:
+            graph = read_tables(tables, None if like is None else _names_of(like))
+        else:
+            graph = load_graph(dataset, root)
+        write_store(graph, out, features)
         print(describe(out))
 
     return Job(job)

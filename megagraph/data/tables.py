@@ -29,9 +29,9 @@ class Tables:
     """Files of a graph, and what their columns are.
 
     Args:
-        edges: two columns, the ids of both ends, which may be called as they like. Edges have no direction here, none
-            counts twice, and more columns are refused unless they are all the same: weights and features of edges are
-            not supported.
+        edges: CSV or Parquet (also .gz, .tsv): two columns, the ids of both ends, which may be called as they like.
+            Edges have no direction here, none counts twice, and more columns are refused unless they are all the same:
+            weights and features of edges are not supported.
         nodes: a column of ids, further ones features; without it nodes are the ends of edges, without features.
         labels: two columns, ids and classes, where the nodes' file has none; who is not in it is not labelled.
         id: nodes' column of ids; default the first one.
@@ -41,7 +41,7 @@ class Tables:
         drop: nodes' columns to leave out.
     """
 
-    edges: Path
+    edges: Path | None = None
     nodes: Path | None = None
     labels: Path | None = None
     id: str | None = None
@@ -64,6 +64,8 @@ def read_tables(tables: Tables, like: Vocabulary | None = None) -> Graph:
         FileNotFoundError, ValueError: a file is not there, or not as said; names it, the column and the row.
     """
     polars = _polars()
+    if tables.edges is None:
+        raise ValueError("expected a data set, or a file of edges (--edges) beside --nodes, got neither")
     ends = _ends(tables.edges)
     if tables.nodes is None:
         ids, rest = polars.concat(ends).unique().sort(), polars.DataFrame()

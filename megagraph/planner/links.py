@@ -70,8 +70,8 @@ class Links:
             flows = _to_next_stage(_shape(plan), plan.strides, i, self.per_node)
             wire = self._wire(size, flows)
             if flows and not self.own:
-                ends = (int(ranks[stage, 0, 0]) // self.per_node for stage in (i, (i + 1) % plan.pp))
-                wire = wire._replace(seconds=wire.seconds / groups, **dict(zip(("out", "back"), ends, strict=True)))
+                out, back = (int(ranks[stage, 0, 0]) // self.per_node for stage in (i, (i + 1) % plan.pp))
+                wire = wire._replace(seconds=wire.seconds / groups, out=out, back=back)
             wires.append(wire)
         return [wires[stage % plan.pp] for stage in range(plan.num_stages - 1)]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megagraph.models.config import ModelConfig
-from megagraph.planner.schedule import in_flight
+from megagraph.planner.schedule import AHEAD, in_flight
 from megagraph.planner.split import Floats
 from megagraph.planner.terms import (
     Rates,
@@ -100,7 +100,7 @@ def _with_boundaries(kept: Floats, work: RankWork) -> tuple[Floats, Floats]:
     before, after = (np.ones_like(kept) for _ in range(2))
     before[0] = after[-1] = 0.0
     boundary = num * hidden * (before + after)
-    if work.plan.schedule in ("interleaved", "zero_bubble"):
+    if work.plan.schedule in AHEAD:
         kept, boundary = kept - 2 * hidden * before, 2 * boundary
     else:
         kept = kept + hidden * (after - before)

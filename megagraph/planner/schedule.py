@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from megagraph.planner.plan import Plan
 
+AHEAD = ("interleaved", "zero_bubble")  # schedules of torch's that do not wait for what they send
+
 
 class Work(NamedTuple):
     """The forward or backward pass of one micro-batch through one stage."""

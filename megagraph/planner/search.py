@@ -7,7 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from heapq import heappop, heappush
 from itertools import combinations, islice, pairwise, product
@@ -97,9 +97,9 @@ def search(
 
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
     split of least memory; halos, where pairs are listed; and, over nodes or ranks that differ, with stages or replicas
-    ``across``. They run on paper in the order of a closed form that no split
-    of theirs is faster than, until that is above the best of them: with the split of least GPipe time, then with every
-    split where these are few (``FEW_SPLITS``), else with those that move a layer and make it faster.
+    ``across``. They run on paper in the order of a closed form that no split of theirs is faster than, until that is
+    above the best of them: with the split of least GPipe time, then with every split where these are few
+    (``FEW_SPLITS``), else with those that move a layer and make it faster.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -123,18 +123,7 @@ def search(
         raise ValueError(f"memory_limit_bytes must be one, or one for each of {world_size} ranks, got {len(limits)}")
     given = cost.workload_of(workload)
     fixed = dict(fixed or {})
-    known = (
-        "pp",
-        "cp",
-        "dp",
-        "num_microbatches",
-        "schedule",
-        "checkpoint",
-        "comm",
-        "stages_per_rank",
-        "shard",
-        "across",
-    )
+    known = tuple(field.name for field in fields(Plan) if field.name not in ("shares", "layers"))
     if not set(fixed) <= set(known):
         raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
     mappings = cost.mappings(world_size) if len(limits) == 1 else get_args(Across)

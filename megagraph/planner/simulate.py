@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from megagraph.planner.links import Wire
 from megagraph.planner.plan import Plan
-from megagraph.planner.schedule import Work, order_of, slots_of
+from megagraph.planner.schedule import AHEAD, Work, order_of, slots_of
 
 Messages = tuple[Work, ...]  # a message is named after the work whose result it carries
 
@@ -67,10 +67,12 @@ def programs(plan: Plan) -> tuple[Program, ...]:
 @cache
 def _programs(pp: int, per_rank: int, num: int, schedule: str) -> tuple[Program, ...]:
     last = pp * per_rank - 1
-    if per_rank > 1:
-        return tuple(map(tuple, _as_it_comes([slots_of(pp, per_rank, num, rank) for rank in range(pp)], last)))
-    if schedule == "zero_bubble":
-        return tuple(map(tuple, _as_it_comes([order_of(pp, 1, num, False, rank) for rank in range(pp)], last)))
+    if schedule in AHEAD:
+        slots = [
+            slots_of(pp, per_rank, num, rank) if per_rank > 1 else order_of(pp, 1, num, False, rank)
+            for rank in range(pp)
+        ]
+        return tuple(map(tuple, _as_it_comes(slots, last)))
     make = _gpipe if schedule == "gpipe" else _one_forward_one_backward
     return tuple(tuple(make(order_of(pp, 1, num, schedule == "gpipe", rank), last)) for rank in range(pp))
 
