@@ -73,9 +73,12 @@ def padded_table(recorder: Recorder, q: Tensor, table: Tensor, group: int, *, ba
 
 
 def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.dtype:
-    """That the channels of a projected bias are added up in; 16 bits pay where an instruction takes two of them. The
+    """That the channels of a projected bias are added up in; 16 bits pay where an instruction takes two of them. Not of
+    wide heads, whose ``learned_pass`` adds up in fp32, and would not find the scores to which lse belongs. The
     interpreter cuts off what bf16 has to round."""
     if channels is None or channels.shape[1] > halves.MOST_CHANNELS or q.element_size() > 2:
+        return acc_dtype
+    if q.shape[3] > tiles.NARROW:
         return acc_dtype
     if not INTERPRET and not tiles.has_halves(tiles.architecture()):
         return acc_dtype
