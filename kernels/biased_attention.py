@@ -15,7 +15,7 @@ from megagraph.kernels.forward import Softmax
 from megagraph.kernels.launch import Recorder, planned
 from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.narrow import Narrow
-from megagraph.kernels.operands import operands_of, padded_table, row_delta, saved_of, strided
+from megagraph.kernels.operands import fits_lanes, operands_of, padded_table, row_delta, saved_of, strided
 from megagraph.kernels.tile import TABLE_SIZE, Operands, Strided
 
 if TYPE_CHECKING:
@@ -27,22 +27,33 @@ PARTS_BYTES = 1 << 28  # of partial sums of dq at a time, at most, where one key
 
 def pad_table(table: Tensor, q: Tensor) -> Tensor:
     """A bucket table [H, R] with an entry for every uint8 index, [H, TABLE_SIZE]: NaN beyond R, -inf at 255, the masked
-    bucket. In memory, entries of the heads that share programs stand side by side."""
+    bucket; as it is, where kernels read it so. In memory, entries of the heads that share programs stand side by
+    side."""
+    (H, _), heads = table.shape, _heads_of_forward("bucket", q, table)
+    if not heads and fits_lanes(q, table):
+        return table
     padded: Tensor = _pad_table(q, table)
-    (H, _), heads = table.shape, tiles.padded_heads(table.shape[0], q.element_size(), q.shape[3])
     return padded.view(-1, heads)[:, :H].T if heads else padded.view(H, -1)
 
 
 @planned
 def _pad_table(recorder: Recorder, q: Tensor, table: Tensor) -> Tensor:
-    heads = tiles.padded_heads(table.shape[0], q.element_size(), q.shape[3])
-    return padded_table(recorder, q, table, heads or 1, base_2=False)
+    return padded_table(recorder, q, table, _heads_of_forward("bucket", q, table) or 1, base_2=False)
 
 
-def _table(recorder: Recorder, step: Step, q: Tensor) -> Tensor | None:
-    """The learned part as forward reads it; a table may be as :func:`pad_table` returns it."""
-    table, heads = step.learned, tiles.padded_heads(q.shape[1], q.element_size(), q.shape[3])
-    if step.form != "bucket" or table is None:
+def _heads_of_forward(form: str, q: Tensor, learned: Tensor | None) -> int:
+    """H padded to whole programs of several narrow heads, 0 where a program of forward has one head. Several share
+    channels, and what a table costs that has to be gathered; else one is faster, but for fp32 (measured on an H200)."""
+    gathered = form == "bucket" and learned is not None and not fits_lanes(q, learned)
+    several = gathered or form == "projected" or q.element_size() > 2
+    return tiles.padded_heads(q.shape[1], q.element_size(), q.shape[3]) if several else 0
+
+
+def _table(recorder: Recorder, step: Step, q: Tensor, heads: int = 0) -> Tensor | None:
+    """The learned part as kernels of one head a program read it, or of several; a table may be as :func:`pad_table`
+    returns it."""
+    table = step.learned
+    if step.form != "bucket" or table is None or (not heads and fits_lanes(q, table)):
         return table
     if table.shape[1] == TABLE_SIZE.value and table.stride() == ((1, heads) if heads else (TABLE_SIZE.value, 1)):
         return table
@@ -70,13 +81,16 @@ def launch_step_fwd(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: S
     q: [B, H, M, D], D <= 256; k, v: [B, H, Nk, D] in its dtype; any strides. A table of the step's may be as
     :func:`pad_table` returns it.
     """
-    operands = operands_of(recorder, step, _table(recorder, step, q), q, k, v, state.out)
     B, H, M, D = q.shape
-    if D <= tiles.NARROW:
+    heads = _heads_of_forward(step.form, q, step.learned)
+    operands = operands_of(recorder, step, _table(recorder, step, q, heads), q, k, v, state.out)
+    if heads:
         kernel, blocks = narrow_forward.narrow_fwd, tiles.choose_narrow_fwd(H, q.element_size(), M, _longest(step))
-        groups = triton.cdiv(H, blocks["GROUP"])
+        groups = heads // blocks["GROUP"]
     else:
         kernel, blocks, groups = forward.step_fwd, _tiles("fwd", step, q), H
+        if D > 32 and not _plain(step):  # 128 rows would spill
+            blocks = blocks | {"BLOCK_M": min(64, blocks["BLOCK_M"])}
     num_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     softmax = Softmax(state.m, state.l, state.acc, strided(state.out), state.lse)
     recorder.launch(

@@ -183,7 +183,7 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
     elif x.FORM == "projected":
         stride_h, stride_c = x.learned.strides
         WIDE: tl.constexpr = x.BIAS_DTYPE == x.ACC_DTYPE
-        bias = s if WIDE else tl.zeros(s.shape, x.BIAS_DTYPE)
+        bias = tl.zeros(s.shape, x.BIAS_DTYPE)
         for c in tl.static_range(x.NUM_CHANNELS):
             weight = tl.load(x.learned.ptr + heads * stride_h + c * stride_c).to(x.ACC_DTYPE)
             if WIDE and x.FOLD:
@@ -192,7 +192,7 @@ def _turned_scores(x, n, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr
             weight = tl.broadcast_to(weight.to(x.BIAS_DTYPE)[:, None, None], s.shape)
             bias = multiply_add(x, weight, tl.broadcast_to(channel[None, :, :], s.shape), bias)
         if WIDE:
-            s = bias
+            s += bias
         else:  # rounded as forward does it, to which lse belongs
             s += bias.to(x.ACC_DTYPE) * LOG2E
         if x.bias_mask is not None:

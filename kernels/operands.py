@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megagraph.kernels import backward, forward, halves, tiles
 from megagraph.kernels.launch import Recorder
-from megagraph.kernels.tile import INTERPRET, TABLE_SIZE, Operands, Saved, Strided
+from megagraph.kernels.tile import INTERPRET, LANES, TABLE_SIZE, Operands, Saved, Strided
 
 if TYPE_CHECKING:
     from megagraph.attention.step import DeltaOf, Gradients, Step
@@ -72,6 +72,12 @@ def padded_table(recorder: Recorder, q: Tensor, table: Tensor, group: int, *, ba
     return padded
 
 
+def fits_lanes(q: Tensor, table: Tensor) -> bool:
+    """Whether the lanes of a warp can hold the entries of a head, in a table as it is given; AMD's ask otherwise."""
+    given = table.ndim == 2 and table.dtype == torch.promote_types(q.dtype, torch.float32)
+    return given and table.shape[1] <= LANES.value and (INTERPRET or tiles.architecture().startswith("sm_"))
+
+
 def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.dtype:
     """That the channels of a projected bias are added up in; 16 bits pay where an instruction takes two of them. Not of
     wide heads, whose ``learned_pass`` adds up in fp32, and would not find the scores to which lse belongs. The
@@ -117,6 +123,7 @@ def operands_of(
         "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
         "ACC_DTYPE": acc_dtype,
         "ASSEMBLY": tiles.has_halves(tiles.architecture()),
+        "ENTRIES": learned.shape[1] if form == "bucket" and learned is not None and fits_lanes(q, learned) else 0,
         "CODE": code,
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),

@@ -23,6 +23,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 MASKED_BUCKET: tl.constexpr = tl.constexpr(255)
 TABLE_SIZE: tl.constexpr = tl.constexpr(256)  # every uint8 index has an entry, so that a look-up needs no bounds
 REST: tl.constexpr = tl.constexpr(16)  # edge of MASKED tiles: few registers, little computed and thrown away
+LANES: tl.constexpr = tl.constexpr(32)  # of a warp
 INTERPRET: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -78,6 +79,7 @@ class Operands(NamedTuple):
     COLUMN_ALIGNMENT: int  # divides the column where a segment starts
     ACC_DTYPE: tl.dtype  # of scores and sums
     ASSEMBLY: bool  # ``halves`` may use it
+    ENTRIES: int  # of a table that is read as it is, at most LANES; 0: it is padded
     CODE: int  # or'ed with a bucket to give its pattern
     D: int
     BLOCK_D: int  # D padded to a power of two, at least 16, in registers
@@ -197,6 +199,8 @@ def add_dot(acc, p, a):
     """acc + p a, with the scores-shaped p rounded to a's dtype for the tensor cores."""
     if INTERPRET:
         return (acc + tl.dot(p.to(a.dtype).to(tl.float64), a.to(tl.float64), out_dtype=tl.float64)).to(acc.dtype)
+    if a.dtype == tl.float32:  # a tile's sum first, as one long chain of sums loses digits; of 0, Triton would chain it
+        return acc + tl.dot(p, a, acc * 0.0, input_precision="ieee", out_dtype=acc.dtype)
     return tl.dot(p.to(a.dtype), a, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
@@ -355,8 +359,7 @@ def project(x, s, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     stride_h, stride_w = x.learned.strides
     weights = x.learned.ptr + tl.minimum(queries.h, x.H - 1) * stride_h
     PACKED: tl.constexpr = x.BIAS_DTYPE != x.ACC_DTYPE
-    if PACKED:
-        bias = tl.zeros(s.shape, x.BIAS_DTYPE)
+    bias = tl.zeros(s.shape, x.BIAS_DTYPE)  # apart from s, which is larger and would cost it digits
     for c in tl.static_range(x.NUM_CHANNELS):
         weight = tl.load(weights + c * stride_w)
         if len(s.shape) == 3:
@@ -366,8 +369,47 @@ def project(x, s, queries, keys, offs_n, inside, MASKED: tl.constexpr):
             channel = _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
             bias = multiply_add(x, weight.to(x.BIAS_DTYPE), channel, bias)
         else:
-            s += weight.to(s.dtype) * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
-    return s + bias.to(s.dtype) if PACKED else s
+            bias += weight.to(x.BIAS_DTYPE) * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
+    return s + bias.to(s.dtype)
+
+
+@triton.jit
+def look_up(x, h, bucket):
+    """The entry of a head's table at each bucket: -inf at the masked one, NaN beyond the table.
+
+    A small table lies in the lanes of a warp, an entry to each, which ask each other: a load of 32 addresses takes ten
+    times as long.
+    """
+    index = bucket.to(tl.int32)
+    if x.ENTRIES == 0:
+        return tl.load(x.learned.ptr + h * TABLE_SIZE + index)
+    stride_h, stride_r = x.learned.strides
+    if INTERPRET:
+        ptrs = x.learned.ptr + h * stride_h + index * stride_r
+        entry = tl.load(ptrs, mask=index < x.ENTRIES, other=float("nan"))
+        other = tl.where(index == MASKED_BUCKET, -float("inf"), float("nan"))
+    else:
+        table = tl.broadcast_to((x.learned.ptr + h * stride_h).to(tl.int64), index.shape)
+        step = tl.full(index.shape, 4 * stride_r, tl.int32)
+        own = tl.inline_asm_elementwise(
+            """{ .reg .pred inside; .reg .u32 lane; .reg .u64 place; mov.u32 lane, %laneid; mov.b32 $0, 0x7fc00000;
+            setp.lt.u32 inside, lane, $3; mad.wide.u32 place, lane, $2, $1; @inside ld.global.nc.b32 $0, [place]; }""",
+            "=&r,l,r,r",
+            [table, step, tl.full(index.shape, x.ENTRIES, tl.int32)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        entry = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+            "=r,r,r",
+            [own, index],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        other = (-8388353 - index).to(tl.float32, bitcast=True)  # -inf at 255, NaN at what is less
+    return tl.where(index < LANES, entry, other)
 
 
 @triton.jit
@@ -383,7 +425,7 @@ def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
         s += _load_values(x, plane, queries, keys, offs_n, inside, MASKED)
     elif x.FORM == "bucket":
         bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
-        s += tl.load(x.learned.ptr + h * TABLE_SIZE + bucket.to(tl.int32))
+        s += look_up(x, h, bucket)
     elif x.FORM == "projected":
         s = project(x, s, queries, keys, offs_n, inside, MASKED)
         if x.bias_mask is not None:

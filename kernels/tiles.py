@@ -61,7 +61,16 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
     )
     row = min((row for row in fits if row["head_dim"] >= D), key=lambda row: row["head_dim"])
     most = {"_M": max(16, triton.next_power_of_2(M)), "_N": max(16, triton.next_power_of_2(N))}
-    return {name: min(size, most.get(name[-2:], size)) for name, size in row["tiles"].items()}
+    tiles = {name: min(size, most.get(name[-2:], size)) for name, size in row["tiles"].items()}
+    if kernel == "fwd":
+        if M <= 192 and tiles["BLOCK_M"] > 64 and triton.cdiv(M, 64) % 2:  # half of the last tile would be empty
+            tiles["BLOCK_M"] = 64
+        if N <= 256:  # too few tiles to load ahead of
+            tiles["num_stages"] = min(tiles["num_stages"], 2)
+        if tiles["BLOCK_M"] < 64:  # four warps would share 16 rows, and compute the same
+            wide = max(tiles["BLOCK_N"], triton.next_power_of_2(D))
+            tiles["num_warps"] = min(tiles["num_warps"], max(1, tiles["BLOCK_M"] * wide // 2048))
+    return tiles
 
 
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path
@@ -88,37 +97,40 @@ def padded_heads(H: int, itemsize: int, D: int) -> int:
 
 def choose_narrow_fwd(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
     """Tiles of forward for narrow heads: a warp to each head, as two would compute the same; 64 scores to a thread.
+    Four heads to a program, as more programs at once hide more waiting (measured on an H200).
 
     What a tile spends on itself weighs less where it has more keys; keys beyond the last whole tile are MASKED, at
     twice the cost. fp32 products run outside the tensor cores, with operands in registers.
     """
-    group = heads_of_program(H, itemsize)
+    group = min(4, heads_of_program(H, itemsize))
     block_m = min((16, 32), key=lambda e: -(-M // e) * e * (1.25 if e == 16 else 1.0))
     costs = {16: 1.3, 32: 1.1, 64: 1.0} if itemsize == 2 else {16: 1.2, 32: 1.0}
     block_n = min(costs, key=lambda e: N // e * e * costs[e] + -(-(N % e) // 16) * 16 * 2.0)
-    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": group, "num_stages": 1}
+    stages = 2 if itemsize == 2 and N > 256 else 1
+    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": group, "num_stages": stages}
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plain: bool, arch: str) -> dict[str, int]:
-    """Tiles of the pass over narrow heads, by what they compile to: no spills, then the fewest instructions. Up to
-    eight heads to a program, which share the one-hot matrix of a table's gradient.
+    """Tiles of the pass over narrow heads, those of sm_90 by time on an H200, others by what they compile to. Up to
+    eight heads to a program, which share the one-hot matrix of a table's gradient; of short sequences four, as more
+    programs at once hide more waiting.
 
     plain: without dropout, padding and mask, which take registers.
     """
     group = heads_of_program(H, itemsize)
     roomy = SHARED_LIMIT.get(arch, 0) > 200_000
-    block_m, block_n, warps = 16, 64 if roomy else 32, 8 if roomy else 4
+    block_m, block_n, warps, stages = 16, 64 if roomy else 32, 8 if roomy else 4, 1
     if itemsize > 2:
         block_n, warps = 16, 4
     elif arch.startswith("gfx"):
         group, block_n = min(group, 4), 16
-    elif N <= 32:
-        block_m, block_n, warps = 32, 32, 8
-    elif roomy and plain and (form == "none" or (form == "projected" and 4 < D <= 8)):
-        block_m = 32
+    elif N <= SHORT:
+        group, block_m, block_n, warps = min(group, 4), 32, 32, 4
+    elif roomy and plain and form in ("dense", "projected"):
+        stages = 2
     block_m, block_n = (min(size, max(16, triton.next_power_of_2(n))) for size, n in ((block_m, M), (block_n, N)))
-    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": 1}
+    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,7 +140,7 @@ def choose_pairs(form: str, H: int, itemsize: int, D: int) -> dict[str, int]:
     gather less and compute more: wider heads, of which bytes are more, take twice as many."""
     row = itemsize * max(16, triton.next_power_of_2(D))  # bytes
     group = 8 if row <= 32 else 4 if row <= 256 else 1
-    if itemsize == 4 and row > 64:
+    if itemsize == 4 and row >= 64:
         group = min(group, 2)
     elif itemsize == 8:  # interpreted, where programs are what takes time
         group = 8

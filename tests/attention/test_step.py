@@ -281,9 +281,23 @@ def test_two_runs_give_the_same_bits(form, small_tiles):
         assert torch.equal(x, second[name]), name
 
 
-def test_bucket_outside_the_table_gives_nan():
-    problem = make_problem("bucket", Shape(17, 33, 8), masked=False, padded=False)
-    problem.bias.index[0, 5, 7] = NUM_BUCKETS
+@pytest.mark.parametrize(("D", "dtype"), [(8, torch.float16), (8, EXACT), (24, EXACT)], ids=str)
+@pytest.mark.parametrize("entries", [1, 31, 32, 33, 255])
+def test_tables_of_any_size(entries, D, dtype):
+    """Those of at most 32 entries lie in the lanes of a warp."""
+    problem = make_problem("bucket", Shape(17, 33, D), dtype=dtype)
+    problem.bias.index[problem.bias.index != 255] = entries - 1  # the last one
+    problem.bias.index[:, ::2, ::3] = 0
+    table = torch.randn(2, entries, dtype=problem.bias.table.dtype, device=DEVICE)
+    problem.bias = replace(problem.bias, table=table)
+    assert_matches(run_steps(problem), problem)
+
+
+@pytest.mark.parametrize(("D", "dtype"), [(8, torch.float16), (8, EXACT), (24, EXACT)], ids=str)
+@pytest.mark.parametrize("bucket", [NUM_BUCKETS, 31, 32, 200, 254])
+def test_bucket_outside_the_table_gives_nan(bucket, D, dtype):
+    problem = make_problem("bucket", Shape(17, 33, D), dtype=dtype, masked=False, padded=False)
+    problem.bias.index[0, 5, 7] = bucket
     out = run_steps(problem)["out"]
     assert out[0, :, 5].isnan().all()
     assert out[1].isfinite().all() and out[0, :, :5].isfinite().all()
