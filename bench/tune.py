@@ -2,10 +2,12 @@
 
     python -m bench.tune
 
-For the GPU that is here by time, of forward or backward at N = 4096. Where there is none, by instructions per score of
-the inner loops; then the fewest registers. A candidate that takes more shared memory than the architecture has is out,
-and so is one whose loops spill registers; where heads are wider than 64 and all spill, a spill counts as eight
-instructions. For AMD, whose loops are not read, the first candidate with the fewest spills.
+For the GPU that is here by time: of the kernel alone, in forward and backward of 8 heads of 4,096 rows and keys. Where
+there is none, by instructions per score of the inner loops; then the fewest registers. (An H200 often takes longest for
+what has the fewest instructions, as few programs at once wait for memory together.) A candidate that takes more shared
+memory than the architecture has is out, and so is one whose loops spill registers; where heads are wider than 64 and
+all spill, a spill counts as eight instructions. For AMD, whose loops are not read, the first candidate with the fewest
+spills.
 """
 
 from __future__ import annotations
@@ -18,26 +20,34 @@ from multiprocessing import get_context
 from operator import itemgetter
 from typing import Any, get_args
 
+import numpy as np
 import torch
 import triton
 import tyro
+from torch.profiler import ProfilerActivity, profile
 
-from bench.compile_report import compile_variant, fixed_tiles, prepare, too_large
+from bench.compile_report import compile_variant, fixed_tiles, too_large
+from bench.shapes import make_bias, make_inputs, square
+from megagraph import biased_attention
+from megagraph.kernels.launch import plans
 from megagraph.kernels.tiles import SHARED_LIMIT, TABLE, Kernel, architecture
 from megagraph.kernels.variants import FORMS, Variant
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 FUNCTIONS = {"fwd": "step_fwd", "key": "key_pass", "query": "query_pass", "learned": "learned_pass"}
-FWD = {  # BLOCK_M, BLOCK_N, warps; up to this head dim
-    64: [(128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 32, 4)],
-    256: [(128, 64, 8), (64, 64, 4), (64, 32, 4), (32, 32, 4)],
+FWD = {  # BLOCK_M, BLOCK_N, warps, stages; up to this head dim
+    64: [
+        *((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 2)),
+        *((64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    ],
+    256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
 }
-KEY = {  # BLOCK_M, BLOCK_N, warps, stages
-    64: [(128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2)],
+KEY = {  # the same
+    64: [(128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2)],
     256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)],
 }
 QUERY = {
-    64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+    64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
     256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)],
 }
 LEARNED = {  # GROUP, BLOCK_M, BLOCK_N, warps
@@ -76,7 +86,7 @@ def candidates(kernel: str, form: str, head_dim: int) -> list[dict[str, int]]:
         return [dict(zip(names, size, strict=True)) | same for size in chosen]
 
     if kernel == "fwd":
-        return of(FWD, "BLOCK_M", "BLOCK_N", "num_warps", num_stages=2)
+        return of(FWD, "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     if kernel == "learned":
         return of(LEARNED, "GROUP", "BLOCK_M", "BLOCK_N", "num_warps", num_stages=1)
     return of(KEY if kernel == "key" else QUERY, "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
@@ -116,22 +126,41 @@ def lowest(results: list[dict[str, Any]]) -> tuple[dict[str, int], str]:
     return best["tiles"], best["why"]
 
 
-def fastest(kernel: str, form: str, head_dim: int, results: list[dict[str, Any]]) -> tuple[dict[str, int], str]:
+def fastest(kernel: Kernel, form: str, head_dim: int, results: list[dict[str, Any]]) -> tuple[dict[str, int], str]:
     """The tiles to take, and why; all are compiled by now."""
     times = [(microseconds(kernel, form, head_dim, result["tiles"]), result["tiles"]) for result in results]
     (best, tiles), (next_best, _) = sorted(times, key=itemgetter(0))[:2]
+    if best == math.inf:
+        return lowest(results)
     return tiles, f"{best:.1f} us, next best {next_best:.1f} us, on {torch.cuda.get_device_name()}"
 
 
-def microseconds(kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> float:
-    """Of one launch, infinite if it takes more memory than a program has. In a graph, so that the host's pace does not
-    count."""
-    with torch.device("cuda"), fixed_tiles({kernel: tiles}):
-        launch = prepare(variant_of(kernel, form, head_dim), N=4096)
+def microseconds(kernel: Kernel, form: str, head_dim: int, tiles: dict[str, int]) -> float:
+    """Median of the kernel alone on random inputs; infinite if it takes more memory than a program has, or does not run
+    here: heads of 16 and less go other ways."""
+    case = square(1, 8, 4096, head_dim, form)
+    inputs = make_inputs(case)
+    learned_grad = kernel == "learned" or form == "dense"
+    learned = tuple(x.requires_grad_(learned_grad) for x in inputs.learned)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)] + [x for x in learned if x.requires_grad]
+    bias = make_bias(form, inputs.data, learned)
+
+    def launch() -> None:
+        torch.autograd.grad(biased_attention(*leaves[:3], bias, impl="triton_long"), leaves, inputs.d_out)
+
+    with fixed_tiles({kernel: tiles}):
+        plans.clear()
         try:
-            return 1e3 * triton.testing.do_bench_cudagraph(launch, return_mode="median")
+            launch()
         except triton.runtime.errors.OutOfResources:
             return math.inf
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(7):
+                launch()
+            torch.cuda.synchronize()
+    plans.clear()
+    times = [event.device_time for event in recorded.events() if event.name == FUNCTIONS[kernel]]
+    return float(np.median(times)) if times else math.inf
 
 
 def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
