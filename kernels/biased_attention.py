@@ -196,7 +196,7 @@ def _narrow_bwd(
     B, H, M, D = q.shape
     Nk, form, d_learned, dtype = k.shape[2], step.form, gradients.d_learned, gradients.lse.dtype
     arch = tiles.architecture()
-    blocks = tiles.choose_narrow(form, H, q.element_size(), D, M, _longest(step), _plain(step), arch)
+    blocks = tiles.choose_narrow(form, B, H, q.element_size(), D, M, _longest(step), _plain(step), arch)
     group, block_m, block_n = blocks["GROUP"], blocks["BLOCK_M"], blocks["BLOCK_N"]
     heads = tiles.padded_heads(H, q.element_size(), D)
     key_tiles = sum(triton.cdiv(length, block_n) for _, _, length in step.segments)

@@ -73,6 +73,8 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
     return tiles
 
 
+MULTIPROCESSORS = 128  # about those of large GPUs
+
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path
 
 
@@ -111,10 +113,12 @@ def choose_narrow_fwd(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plain: bool, arch: str) -> dict[str, int]:
+def choose_narrow(
+    form: str, B: int, H: int, itemsize: int, D: int, M: int, N: int, plain: bool, arch: str
+) -> dict[str, int]:
     """Tiles of the pass over narrow heads, those of sm_90 by time on an H200, others by what they compile to. Up to
-    eight heads to a program, which share the one-hot matrix of a table's gradient; of short sequences four, as more
-    programs at once hide more waiting.
+    eight heads to a program, which share the one-hot matrix of a table's gradient; four of short sequences, as more
+    programs at once hide more waiting, and where eight would leave multiprocessors without a program.
 
     plain: without dropout, padding and mask, which take registers.
     """
@@ -125,7 +129,7 @@ def choose_narrow(form: str, H: int, itemsize: int, D: int, M: int, N: int, plai
         block_n, warps = 16, 4
     elif arch.startswith("gfx"):
         group, block_n = min(group, 4), 16
-    elif N <= SHORT:
+    elif N <= SHORT or B * (N // block_n) * (H // group) < MULTIPROCESSORS:
         group, block_m, block_n, warps = min(group, 4), 32, 32, 4
     elif roomy and plain and form in ("dense", "projected"):
         stages = 2

@@ -12,14 +12,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import torch.distributed as dist
 import tyro
 
-from megagraph import ablation
+from megagraph import __version__, ablation
 from megagraph.cli.data import data
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
@@ -91,7 +90,7 @@ def evaluate(
 def _defaults() -> TrainConfig:
     """Of the flags of train: with --resume those of the run, but for its layout where another --plan is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"megagraph {version('megagraph')}")
+    parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plan")
