@@ -57,7 +57,7 @@ class Launch(NamedTuple):
     arguments: tuple
 
 
-class _StubDriver:
+class StubDriver:
     """Stands in for the GPU driver, which ``warmup`` asks for the target."""
 
     def __init__(self, arch: str) -> None:
@@ -191,7 +191,7 @@ def compiled_launches(arch: str, only: str = "") -> Iterator[list[Launch]]:
     driver = triton.runtime.driver
     active = driver._active
     try:
-        driver.set_active(_StubDriver(arch))
+        driver.set_active(StubDriver(arch))
         plans.clear()  # they know nothing of this device
         JITFunction.run = compile_
         with triton.knobs.compilation.scope():
@@ -250,6 +250,7 @@ def kernel_row(launch: Launch) -> dict[str, Any]:
     resources, loops = read_cubin(binary.asm["cubin"])
     warps = binary.metadata.num_warps
     programs = programs_per_sm(binary.metadata.target.arch, resources["registers"], row["shared"], warps)
+    row["races"] = races(binary.asm["ttgir"])
     row |= resources | {"programs_per_sm": programs, "warps_per_sm": programs * warps, "loops": []}
     for loop in loops:
         scores = sizes["BLOCK_M"] * sizes["BLOCK_N"] * sizes.get("GROUP", 1) / (32 * warps)
@@ -267,6 +268,21 @@ def kernel_row(launch: Launch) -> dict[str, Any]:
             }
         )
     return row
+
+
+def races(ttgir: str) -> int:
+    """Products that may still run (wgmma) when the memory that they read, of which there is one copy, is loaded."""
+    copies = re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x\d+x\d+x", ttgir)
+    read = set(copies)
+    for name, source in re.findall(r"(%\S+) = ttg\.memdesc_\w+ (%[\w#]+)", ttgir):  # in the order of the program
+        if source in read:
+            read.add(name)
+    found = 0
+    for name, operands in re.findall(r"(%\S+) = ttng\.warp_group_dot (.*?) :", ttgir):
+        wait = re.search(rf"warp_group_dot_wait {re.escape(name)}\b.*?pendings = (\d+)", ttgir)
+        if read & set(re.findall(r"%[\w#]+", operands)) and not (wait and wait[1] == "0"):
+            found += 1
+    return found
 
 
 def l2_bytes(kernel: str, tiles: dict[str, int], form: str, head_dim: int) -> float:
@@ -315,7 +331,8 @@ def main(
     """Compile and print a table, none named: for sm_80, sm_90, sm_100 and, for information, some of gfx942.
 
     ``check``: compare with the budget; ``write``: to bench/results/compile/ARCH.json. Fails where a kernel needs more
-    shared memory than its architecture has, as it could not start there.
+    shared memory than its architecture has, as it could not start there, and where a product may read what is loaded
+    anew.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("unset TRITON_INTERPRET: the interpreter cannot compile")
@@ -334,7 +351,7 @@ def main(
     if write:
         for arch in dict.fromkeys(arch for arch, _ in jobs):
             write_rows(arch, [row for row in rows if row["arch"] == arch], folder="compile")
-    faults = too_large(rows) + (over_budget(rows) if check else [])
+    faults = too_large(rows) + racing(rows) + (over_budget(rows) if check else [])
     sys.exit("\n".join(faults) or None)
 
 
@@ -368,6 +385,16 @@ def too_large(rows: Iterable[dict[str, Any]]) -> list[str]:
         f"{row['arch']} {row['variant']}: {row['shared']} bytes of shared memory, at most {limit}"
         for row in rows
         if row["shared"] > (limit := SHARED_LIMIT.get(row["arch"], math.inf))
+    ]
+
+
+def racing(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Kernels whose products may read what is overwritten, one sentence each."""
+    return [
+        f"{row['arch']} {row['variant']} {kernel['kernel']}: {kernel['races']} products read memory that is loaded anew"
+        for row in rows
+        for kernel in row["kernels"]
+        if kernel.get("races")
     ]
 
 

@@ -4,7 +4,8 @@
 #   bench/gpu.sh --check OUT    values and gradients of every kernel against fp64, the same bits in 100 runs, and
 #                               rings and pipelines of 2 to 4 processes that share the GPU
 #   bench/gpu.sh OUT            times beside floors and peers; a short table last
-# Each takes at most 9 minutes. Wheels of what is missing may lie in bench/wheels/; where there is no git,
+# Each takes at most 9 minutes, of which most is compiling, unless bench.ahead has done it: an H200 takes 65 s for the
+# values. Wheels of what is missing may lie in bench/wheels/, and its kernels.tar.xz; where there is no git,
 # MEGAGRAPH_COMMIT names the commit.
 set -euo pipefail
 check=
@@ -17,6 +18,10 @@ if compgen -G 'bench/wheels/*.whl' > /dev/null; then
     site=$(mktemp -d)
     python3 -m pip install -q --no-index --no-deps --target "$site" bench/wheels/*.whl
     PYTHONPATH+=:$site
+fi
+if [ -f bench/wheels/kernels.tar.xz ]; then
+    export TRITON_CACHE_DIR=/tmp/megagraph_kernels
+    mkdir -p "$TRITON_CACHE_DIR" && tar -xJf bench/wheels/kernels.tar.xz -C "$TRITON_CACHE_DIR"
 fi
 python3 -c 'import torch; assert torch.cuda.is_available(), "no CUDA device here"'
 

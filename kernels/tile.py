@@ -27,13 +27,16 @@ LANES: tl.constexpr = tl.constexpr(32)  # of a warp
 INTERPRET: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-def _interpreted_range(start, stop, step):
+def _interpreted_range(start, stop, step, num_stages=None):
     """``range`` over the interpreter's one-element tensors, which numpy >= 2.4 does not turn into ints."""
     bounds = (int(x.handle.data.item()) if isinstance(x, tl.tensor) else int(x) for x in (start, stop, step))
     yield from range(*bounds)
 
 
-loop = _interpreted_range if INTERPRET else tl.range  # compiled, it must be a loop that Triton can pipeline
+# Compiled, it must be a loop that Triton can pipeline; but not those over what overruns the problem (num_stages=1), as
+# Triton 3.6 and 3.7 keep one copy of their operands, and load the next over it while a product that runs behind (wgmma)
+# still reads it: on an H200 dk was wrong once in a while.
+loop = _interpreted_range if INTERPRET else tl.range
 
 
 class Strided(NamedTuple):

@@ -65,8 +65,7 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
     if kernel == "fwd":
         if M <= 192 and tiles["BLOCK_M"] > 64 and triton.cdiv(M, 64) % 2:  # half of the last tile would be empty
             tiles["BLOCK_M"] = 64
-        if N <= 256:  # too few tiles to load ahead of
-            tiles["num_stages"] = min(tiles["num_stages"], 2)
+        tiles["num_stages"] = max(1, min(tiles["num_stages"], N // tiles["BLOCK_N"]))  # no more tiles to load ahead
         if tiles["BLOCK_M"] < 64:  # four warps would share 16 rows, and compute the same
             wide = max(tiles["BLOCK_N"], triton.next_power_of_2(D))
             tiles["num_warps"] = min(tiles["num_warps"], max(1, tiles["BLOCK_M"] * wide // 2048))
