@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -254,3 +255,29 @@ def test_what_a_loop_moves_and_multiplies():
     loop = sass.Loop(Counter(moves | products))
     assert loop.moved == 2 * 16 + 3 * 1 + 4 + 16 + 16
     assert loop.products(warps=4) == (4 * (3 * 2 * 16 * 8 * 16 + 2 * 16 * 8 * 8), 2 * 2 * 64 * 32 * 16)
+
+
+COPY = "%c = ttg.local_alloc : () -> !ttg.memdesc<{copies}x16x128xbf16, #shared, #smem, mutable>"
+PRODUCT = """
+%v = ttg.memdesc_index %c[%i] : !ttg.memdesc<1x16x128xbf16> -> !ttg.memdesc<16x128xbf16>
+%t = ttg.memdesc_trans %v {{order = array<i32: 1, 0>}} : !ttg.memdesc<16x128xbf16> -> !ttg.memdesc<128x16xbf16>
+%d = ttng.warp_group_dot %a, %t, %acc {{isAsync = true}} : tensor<64x16xbf16> * !ttg.memdesc<128x16xbf16>
+%w:2 = ttng.warp_group_dot_wait %d, %t {{pendings = {pendings} : i32}} : tensor<64x128xf32>
+"""
+
+
+@pytest.mark.parametrize(("copies", "pendings", "races"), [(1, 1, 1), (1, 0, 0), (2, 1, 0)])
+def test_products_that_read_what_is_loaded_anew_are_found(copies, pendings, races):
+    assert compile_report.races(COPY.format(copies=copies) + PRODUCT.format(pendings=pendings)) == races
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_ahead(tmp_path):
+    archive, test = tmp_path / "kernels.tar.xz", "bench/test_values.py::test_operator[bfloat16-8-bucket-triton]"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.ahead", archive, test], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(archive) as file:
+        names = {Path(name).name for name in file.getnames()}
+    assert {"step_fwd.cubin", "one_pass.cubin", "__grp__one_pass.json"} <= names
