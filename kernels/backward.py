@@ -111,9 +111,11 @@ def key_pass(
     whole = tl.where(left < BLOCK_N, 0, x.M // BLOCK_M * BLOCK_M).to(tl.int64)
     for MASKED in tl.static_range(2):
         for row in loop(
-            whole if MASKED else 0, x.M if MASKED else whole, REST if MASKED else BLOCK_M,
+            whole if MASKED else 0,
+            x.M if MASKED else whole,
+            REST if MASKED else BLOCK_M,
             num_stages=1 if MASKED else None,
-        ):  # fmt: skip
+        ):
             dk, dv = _key_tile(
                 x, dk, dv, k, v, saved, q_ptr, d_out_ptr, b, h, row, keys,
                 REST if MASKED else BLOCK_M, BLOCK_N, MASKED,
@@ -175,9 +177,11 @@ def _query_program(
         whole = length // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(2):
             for start in loop(
-                whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N,
+                whole if MASKED else 0,
+                length if MASKED else whole,
+                REST if MASKED else BLOCK_N,
                 num_stages=1 if MASKED else None,
-            ):  # fmt: skip
+            ):
                 keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, length - start)
                 dq = _query_tile(
                     x, dq, q, do, lse, delta, queries, keys, db, REST if MASKED else BLOCK_N, SHARED, MASKED
