@@ -120,6 +120,16 @@ def ring(rows: list[Row]) -> str:
     return _table(["N', N_s, D", "bias", "P", "direction", "steps, ms", "one call, ms", "ratio"], body)
 
 
+def kernels(rows: list[Row]) -> str:
+    """Of every case and kernel the time of each choice of tiles, the fastest first."""
+    rows = sorted(_timed(rows, series="tiles"), key=lambda row: (*map(str, _case(row)), row["kernel"], _median(row)))
+    body = []
+    for row in rows:
+        sizes = ", ".join(map(str, row["tiles"].values()))
+        body.append([_shape(row), row["form"], row["kernel"], sizes, _ms(_median(row))])
+    return _table(["B, H, N, D", "bias", "kernel", "tiles, warps, stages", "ms"], body)
+
+
 def per_contender(rows: list[Row], field: str, unit: float, series: str) -> str:
     """One field of every contender in forward + backward, a line per case; what ran nowhere has no column."""
     rows = [row for row in _timed(rows, series=series, direction="forward_backward") if row.get(field) is not None]
@@ -219,6 +229,7 @@ def main(folder: Path) -> None:
     tables["Kept for backward beyond the inputs, MiB"] = per_contender(rows, "saved_bytes", 2**20, "shapes")
     tables["Peak of forward + backward, MiB"] = per_contender(rows, "peak_bytes", 2**20, "shapes")
     tables["A rank's ring steps"] = ring(rows)
+    tables["Kernels by their tiles"] = kernels(rows)
     tables["Listed pairs, forward + backward, ms"] = per_contender(rows, "median", 1e-3, "pairs")
     predicted = json.loads(PREDICTED.read_text(encoding="utf-8"))
     tables["Five shapes"] = five_shapes(rows, predicted)

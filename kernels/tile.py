@@ -33,9 +33,9 @@ def _interpreted_range(start, stop, step, num_stages=None):
     yield from range(*bounds)
 
 
-# Compiled, it must be a loop that Triton can pipeline; but not those over what overruns the problem (num_stages=1), as
-# Triton 3.6 and 3.7 keep one copy of their operands, and load the next over it while a product that runs behind (wgmma)
-# still reads it: on an H200 dk was wrong once in a while.
+# Compiled, it must be a loop that Triton can pipeline; but not those of backward over what overruns the problem
+# (num_stages=1), as Triton 3.6 and 3.7 keep one copy of their operands, and load the next over it while a product that
+# runs behind (wgmma) still reads it: on an H200 dk was wrong once in a while.
 loop = _interpreted_range if INTERPRET else tl.range
 
 
@@ -380,8 +380,8 @@ def project(x, s, queries, keys, offs_n, inside, MASKED: tl.constexpr):
 def look_up(x, h, bucket):
     """The entry of a head's table at each bucket: -inf at the masked one, NaN beyond the table.
 
-    A small table lies in the lanes of a warp, an entry to each, which ask each other: a load of 32 addresses takes ten
-    times as long.
+    A small table lies in the lanes of a warp, an entry to each, which ask each other: a load of 32 addresses would wait
+    for the banks of the cache.
     """
     index = bucket.to(tl.int32)
     if x.ENTRIES == 0:

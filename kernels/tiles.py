@@ -115,9 +115,9 @@ def choose_narrow_fwd(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
 def choose_narrow(
     form: str, B: int, H: int, itemsize: int, D: int, M: int, N: int, plain: bool, arch: str
 ) -> dict[str, int]:
-    """Tiles of the pass over narrow heads, those of sm_90 by time on an H200, others by what they compile to. Up to
-    eight heads to a program, which share the one-hot matrix of a table's gradient; four of short sequences, as more
-    programs at once hide more waiting, and where eight would leave multiprocessors without a program.
+    """Tiles of the pass over narrow heads, by time on an H200; those of AMD, fp32 and no bias by what they compile to.
+    Up to eight heads to a program, which share the one-hot matrix of a table's gradient; four of short sequences, as
+    more programs at once hide more waiting, and where eight would leave multiprocessors without a program.
 
     plain: without dropout, padding and mask, which take registers.
     """
@@ -128,8 +128,10 @@ def choose_narrow(
         block_n, warps = 16, 4
     elif arch.startswith("gfx"):
         group, block_n = min(group, 4), 16
-    elif N <= SHORT or B * (N // block_n) * (H // group) < MULTIPROCESSORS:
+    elif N <= SHORT or B * (N // block_n) * triton.cdiv(H, group) < MULTIPROCESSORS:
         group, block_m, block_n, warps = min(group, 4), 32, 32, 4
+    elif roomy and plain and form == "none":
+        block_m = 32
     elif roomy and plain and form in ("dense", "projected"):
         stages = 2
     block_m, block_n = (min(size, max(16, triton.next_power_of_2(n))) for size, n in ((block_m, M), (block_n, N)))

@@ -45,3 +45,24 @@ def test_small_problems_take_small_tiles(arch):
         small = tiles.choose(kernel, form, itemsize, D, 20, 5, arch)
         rows, keys = ([size for name, size in small.items() if name.endswith(axis)] for axis in ("_M", "_N"))
         assert max(rows) <= 32 and max(keys) == 16
+
+
+def test_few_key_tiles_take_programs_of_four_heads():
+    def chosen(B: int, H: int, N: int, form: str = "bucket") -> tuple[int, ...]:
+        tiles_of = tiles.choose_narrow(form, B, H, 2, 8, N, N, True, "sm_90")
+        return tuple(tiles_of[name] for name in ("GROUP", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+
+    assert chosen(1, 8, 8192) == chosen(4, 16, 2048) == (8, 16, 64, 8, 1)
+    assert chosen(1, 8, 8128) == chosen(1, 8, 2048) == chosen(256, 32, 144) == (4, 32, 32, 4, 1)
+    assert chosen(1, 3, 8192) == (4, 16, 64, 8, 1)  # one program has all heads
+    assert [chosen(1, 8, 8192, form) for form in ("none", "dense")] == [(8, 32, 64, 8, 1), (8, 16, 64, 8, 2)]
+
+
+def test_short_forward_takes_fewer_warps_and_stages():
+    def chosen(M: int, N: int, D: int) -> tuple[int, ...]:
+        return tuple(tiles.choose("fwd", "dense", 2, D, M, N, "sm_90").values())
+
+    assert chosen(8192, 8192, 8) == (128, 64, 4, 3)
+    assert chosen(144, 144, 8) == (64, 64, 4, 2)
+    assert chosen(32, 32, 8) == (32, 32, 1, 1)
+    assert chosen(32, 32, 256)[2] == 4  # one warp would hold all of a wide row
