@@ -179,7 +179,7 @@ class Checkpoints:
 
     def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """On the CPU, in memory that the next save uses again."""
-        if self._stager is None:
+        if self._stager is None or torch.__version__ < "2.13":  # 2.11 closes a stager that was used
             on_gpu = any(x.is_cuda for x in tensors.values())
             self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
         staged = self._stager.stage(dict(tensors))

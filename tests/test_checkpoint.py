@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager
+from torch.torch_version import TorchVersion
 
 import megagraph as mg
 from megagraph import files
@@ -49,6 +51,21 @@ def test_save_and_load(tmp_path):
     names = {"begun.json", "metadata.json", "__0_0.distcp", "metrics.jsonl", "manifest.json", "committed"}
     assert {path.name for path in (tmp_path / "checkpoints" / "step-000005").iterdir()} == names
     assert loaded(tmp_path) == ("step-000005", {5.0})
+
+
+def test_a_stager_of_torch_2_11_is_used_once(tmp_path, monkeypatch):
+    """It closes itself after that."""
+    stage = DefaultStager.stage
+
+    def stage_and_close(stager, *args):
+        staged = stage(stager, *args)
+        stager.close()
+        return staged
+
+    monkeypatch.setattr(DefaultStager, "stage", stage_and_close)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    saved(tmp_path)
+    assert loaded(tmp_path) == ("step-000002", {2.0})
 
 
 def test_a_checkpoint_that_was_read_is_never_written_again(tmp_path):
