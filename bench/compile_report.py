@@ -6,9 +6,9 @@
     python -m bench.compile_report --archs sm_90 --only defaults --write   ... as rows in bench/results/compile/
 
 The launchers themselves are called, on CPU tensors, and what they launch is compiled: same arguments, specialisation
-and binary as on the device. An inner loop is one that computes exponentials; its instructions are counted in SASS and
-divided by the scores of its tile, per lane; the total is that of all kernels of the variant, the gradient of a learned
-bias included. Bytes that a score takes from L2 follow from the tiles.
+and binary as on the device. An inner loop is one that computes exponentials or products, or writes planes; its
+instructions are counted in SASS and divided by the scores of its tile, per lane; the total is that of all kernels of
+the variant, the gradient of a learned bias included. Bytes that a score takes from L2 follow from the tiles.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     segments = [(0, 0, regular), (regular, regular, columns - regular)]
     step = Step(
         engine="triton",
-        short=short,
+        short=False,
         form=form,
         data=data,
         learned=learned,
@@ -252,14 +252,15 @@ def kernel_row(launch: Launch) -> dict[str, Any]:
     programs = programs_per_sm(binary.metadata.target.arch, resources["registers"], row["shared"], warps)
     row["races"] = races(binary.asm["ttgir"])
     row |= resources | {"programs_per_sm": programs, "warps_per_sm": programs * warps, "loops": []}
-    for loop in loops:
+    by_exponentials = any(loop.count("MUFU.EX2") for loop in loops)
+    for place, loop in enumerate(loops):
         scores = sizes["BLOCK_M"] * sizes["BLOCK_N"] * sizes.get("GROUP", 1) / (32 * warps)
         exponentials = loop.count("MUFU.EX2") / scores
         row["loops"].append(
             {
                 "pass": launch.kernel,
-                # a masked tile is narrower than the one that the launch names
-                "masked": exponentials < 0.9,
+                # a masked tile is narrower than the one that the launch names, and comes after it
+                "masked": exponentials < 0.9 if by_exponentials else place > 0,
                 "count": loop.count(),
                 "instructions": round(loop.count() / scores, 2),
                 "exponentials": round(exponentials, 2),
@@ -286,17 +287,24 @@ def races(ttgir: str) -> int:
 
 
 def l2_bytes(kernel: str, tiles: dict[str, int], form: str, head_dim: int) -> float:
-    """A score in 16 bits: rows of the other operand that a tile reads, its bias, what it writes of parts and planes."""
-    by_keys, narrow = kernel in BY_KEYS, kernel == "one_pass"
-    own, group = tiles["BLOCK_N" if by_keys else "BLOCK_M"], tiles.get("GROUP", 1)
-    result = 2 * 2 * (16 if narrow else head_dim) / own  # two operands; narrow rows are packed
-    if by_keys and not narrow:
-        result += 2 * 4 / own  # lse and delta
-    result += {"none": 0, "dense": 2, "bucket": 1 / group, "projected": 2 * NUM_CHANNELS / group}[form]
-    if narrow:
-        result += 4 * head_dim / own  # parts of dq
-    if form == "dense" and kernel in ("one_pass", "query_pass"):
-        result += 2
+    """A score in 16 bits: rows of the other operand that a tile reads, its bias, what it reads or writes of planes and
+    parts."""
+    own, group = tiles["BLOCK_N" if kernel in BY_KEYS else "BLOCK_M"], tiles.get("GROUP", 1)
+    channels = 2 * NUM_CHANNELS / (H if kernel == "project_pass" else group)
+    bias = {"none": 0, "dense": 2, "bucket": 1 / group, "projected": channels}[form]
+    if kernel in ("project_pass", "plane_pass"):
+        return 2 + bias
+    if kernel == "query_pass":
+        return 2 + 2 * head_dim / own  # ds and k
+    if kernel == "learned_pass":
+        return 2 + bias
+    if kernel in ("key_pass", "step_fwd") and form == "projected":
+        bias = 2  # which is dense by then
+    result = 2 * 2 * head_dim / own + bias
+    if kernel == "key_pass":
+        result += 2 * 4 / own + 2  # lse, delta; ds
+    if kernel == "one_pass":
+        result += 4 * head_dim / own + (2 if form == "dense" else 0)  # parts of dq; the gradient
     return result
 
 

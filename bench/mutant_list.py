@@ -14,7 +14,7 @@ from pathlib import Path
 
 BATCHES = ("batch", "build", "ego", "cluster", "prepare", "options")
 AREAS = {
-    "kernels": ("tile", "heads", "forward", "backward", "learned", "narrow", "short", "hidden_dropout"),
+    "kernels": ("tile", "heads", "forward", "backward", "learned", "projection", "hidden_dropout"),
     "megagraph/attention": ("ring", "operator", "engines", "layout", "bias", "dropout", "packing"),
     "megagraph/attention/cpu": ("tile", "tiles", "row", "rows"),
     "megagraph/data": (

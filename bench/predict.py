@@ -63,7 +63,6 @@ def launches(case: Case, backward: bool) -> list[Launch]:
     }[case.form]()
     q, k, v, out = rows(), rows(), rows(), rows()
     step = make_step(q, bias, None, None, 0.0, None, "triton", False).but(segments=[(0, 0, N)])
-    step = step.but(short=kernels.tiles.short_path(N, N, D))
     lse = torch.empty(B, H, N)
     with compiled_launches(RATES[DEVICE].arch) as found:
         if not backward:
@@ -87,19 +86,24 @@ def launches(case: Case, backward: bool) -> list[Launch]:
 def trips(launch: Launch, case: Case) -> tuple[float, float]:
     """How often a program of the launch runs its loop over whole tiles, and the one over what is left, on average."""
     own, other = launch.sizes["BLOCK_M"], launch.sizes["BLOCK_N"]
+    if launch.kernel == "project_pass":
+        return case.H, 0.0
     if launch.kernel not in BY_KEYS:
-        return case.N // other, math.ceil(case.N % other / 16)
+        return _keys(launch, case) // other, math.ceil(_keys(launch, case) % other / 16)
     own, other = other, own
     whole, tiles = case.M // own, math.ceil(case.M / own)  # a program whose keys are fewer masks all queries
     rest = whole * math.ceil(case.M % other / 16) + (tiles - whole) * math.ceil(case.M / 16)
     return whole * (case.M // other) / tiles, rest / tiles
 
 
+def _keys(launch: Launch, case: Case) -> int:
+    """Of the launch, which may be one of several."""
+    segments = getattr(launch.arguments[0], "segments", None)
+    return case.N if segments is None else int(segments[:, 2].sum())
+
+
 def _touched(launch: Launch) -> tuple:
     """Arguments without what a kernel is handed beside its own."""
-    if launch.kernel == "pack_rows":
-        x, n, saved, *_ = launch.arguments
-        return x.q, x.k, x.v, n.q, n.k, n.v, n.d_out, saved
     if launch.kernel == "sum_parts":
         _, n, dq, *_ = launch.arguments
         return n.parts, dq
@@ -138,7 +142,7 @@ def kernel_row(launch: Launch, case: Case, rates: Rates) -> dict[str, Any]:
         sync, warp_group = loop.products(warps)
         seconds["tensor"] += n * programs * (sync / MMA_SYNC + warp_group) / rates.tensor
     from_l2 = l2_bytes(launch.kernel, launch.sizes, case.form, case.D) if loops else 0.0
-    seconds["l2"] = from_l2 * case.elements / L2
+    seconds["l2"] = from_l2 * case.elements * _keys(launch, case) / case.N / L2
     seconds["hbm"] = sum(_tensors(_touched(launch)).values()) / rates.hbm
     return {
         "kernel": launch.kernel,

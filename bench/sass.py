@@ -17,11 +17,12 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)
 _BRANCH = re.compile(r"\bBRA\S*\s.*`\((\.L_\w+)\)")
 _SPILLS = ("LDL", "STL")
 _MOVES = ("LDG.", "STG", "LDS", "STS", "LDGSTS")
+_WORK = ("MUFU.EX2", "HMMA", "HGMMA", "UTCHMMA", "UTCMMA", "STG")  # exponentials, products, planes that are written
 
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop that computes exponentials."""
+    """An innermost loop that does a kernel's work."""
 
     opcodes: Counter[str]
 
@@ -62,7 +63,7 @@ def _run(tool: str, *arguments: str | Path) -> str:
 
 
 def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:
-    """Registers, stack bytes, spills and instructions outside of loops; innermost loops with exponentials, in order."""
+    """Registers, stack bytes, spills and instructions outside of loops; innermost loops that do work, in order."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -79,7 +80,7 @@ def read_cubin(cubin: bytes) -> tuple[dict[str, int], list[Loop]]:
 
 
 def _parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """The opcode of every instruction, and the ranges of the innermost loops with exponentials."""
+    """The opcode of every instruction, and the ranges of the innermost loops that do work."""
     opcodes: list[str] = []
     labels: dict[str, int] = {}
     ranges: list[tuple[int, int]] = []
@@ -91,10 +92,10 @@ def _parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
             branch = _BRANCH.search(line)
             if branch and branch[1] in labels:  # a jump backwards
                 ranges.append((labels[branch[1]], len(opcodes)))
-    # a loop that holds another loop is not innermost, whether or not the inner one computes exponentials
+    # a loop that holds another loop is not innermost, whether or not the inner one does work
     innermost = [
         (start, stop)
         for start, stop in ranges
         if not any((a, b) != (start, stop) and start <= a and b <= stop for a, b in ranges)
     ]
-    return opcodes, [(a, b) for a, b in innermost if any(op.startswith("MUFU.EX2") for op in opcodes[a:b])]
+    return opcodes, [(a, b) for a, b in innermost if any(op.startswith(_WORK) for op in opcodes[a:b])]

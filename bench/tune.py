@@ -31,10 +31,11 @@ from bench.shapes import make_bias, make_inputs, square
 from megagraph import biased_attention
 from megagraph.kernels.launch import plans
 from megagraph.kernels.tiles import SHARED_LIMIT, TABLE, Kernel, architecture
-from megagraph.kernels.variants import FORMS, Variant
+from megagraph.kernels.variants import Variant
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-FUNCTIONS = {"fwd": "step_fwd", "key": "key_pass", "query": "query_pass", "learned": "learned_pass"}
+FUNCTIONS = {"fwd": "step_fwd", "key": "key_pass"}
+FORMS = ("none", "dense", "bucket")  # a projected bias is dense by then
 FWD = {  # BLOCK_M, BLOCK_N, warps, stages; up to this head dim
     64: [
         *((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 2)),
@@ -46,50 +47,26 @@ KEY = {  # the same
     64: [(128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2)],
     256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)],
 }
-QUERY = {
-    64: [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
-    256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)],
-}
-LEARNED = {  # GROUP, BLOCK_M, BLOCK_N, warps
-    64: [(8, 32, 32, 8), (8, 32, 16, 8), (4, 16, 16, 4)],
-    128: [(8, 16, 16, 8), (4, 16, 16, 8), (2, 16, 16, 4)],
-    256: [(4, 16, 16, 8), (2, 16, 16, 8), (1, 16, 16, 4)],
-}
 # exact fp32 products run outside the tensor cores, with operands in registers: no search
 FP32 = {
     "fwd": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
     "key": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
-    "query": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
-    "learned": {"GROUP": 2, "BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8},
 }
 
 
 def searches() -> list[tuple[Kernel, str]]:
     """Which kernels serve which forms."""
-    return [
-        (kernel, form)
-        for kernel, form in itertools.product(get_args(Kernel), FORMS)
-        if kernel != "learned" or form in ("bucket", "projected")
-    ]
+    return list(itertools.product(get_args(Kernel), FORMS))
 
 
 def variant_of(kernel: str, form: str, head_dim: int) -> Variant:
     """One that launches the kernel."""
-    if kernel == "fwd":
-        return Variant("fwd", form, head_dim=head_dim)
-    return Variant("bwd", form, head_dim=head_dim, learned_grad=kernel == "learned" or form == "dense")
+    return Variant("fwd" if kernel == "fwd" else "bwd", form, head_dim=head_dim)
 
 
-def candidates(kernel: str, form: str, head_dim: int) -> list[dict[str, int]]:
-    def of(sizes: dict[int, list], *names: str, **same: int) -> list[dict[str, int]]:
-        chosen = next(sizes for most, sizes in sizes.items() if head_dim <= most)
-        return [dict(zip(names, size, strict=True)) | same for size in chosen]
-
-    if kernel == "fwd":
-        return of(FWD, "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    if kernel == "learned":
-        return of(LEARNED, "GROUP", "BLOCK_M", "BLOCK_N", "num_warps", num_stages=1)
-    return of(KEY if kernel == "key" else QUERY, "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
+    sizes = next(sizes for most, sizes in (FWD if kernel == "fwd" else KEY).items() if head_dim <= most)
+    return [dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), size, strict=True)) for size in sizes]
 
 
 def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any] | None:
@@ -136,17 +113,14 @@ def fastest(kernel: Kernel, form: str, head_dim: int, results: list[dict[str, An
 
 
 def microseconds(kernel: Kernel, form: str, head_dim: int, tiles: dict[str, int]) -> float:
-    """Median of the kernel alone on random inputs; infinite if it takes more memory than a program has, or does not run
-    here: heads of 16 and less go other ways."""
+    """Median of the kernel alone on random inputs; infinite if it takes more memory than a program has."""
     case = square(1, 8, 4096, head_dim, form)
     inputs = make_inputs(case)
-    learned_grad = kernel == "learned" or form == "dense"
-    learned = tuple(x.requires_grad_(learned_grad) for x in inputs.learned)
-    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)] + [x for x in learned if x.requires_grad]
-    bias = make_bias(form, inputs.data, learned)
+    leaves = [x.requires_grad_() for x in inputs.leaves]
+    bias = make_bias(form, inputs.data, tuple(leaves[3:]))
 
     def launch() -> None:
-        torch.autograd.grad(biased_attention(*leaves[:3], bias, impl="triton_long"), leaves, inputs.d_out)
+        torch.autograd.grad(biased_attention(*leaves[:3], bias, impl="triton"), leaves, inputs.d_out)
 
     with fixed_tiles({kernel: tiles}):
         plans.clear()
@@ -159,8 +133,7 @@ def microseconds(kernel: Kernel, form: str, head_dim: int, tiles: dict[str, int]
                 launch()
             torch.cuda.synchronize()
     plans.clear()
-    times = [event.device_time for event in recorded.events() if event.name == FUNCTIONS[kernel]]
-    return float(np.median(times)) if times else math.inf
+    return float(np.median([event.device_time for event in recorded.events() if event.name == FUNCTIONS[kernel]]))
 
 
 def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
@@ -170,7 +143,7 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
     jobs = [
         (arch, kernel, form, head_dim, tiles)
         for arch, (kernel, form), head_dim in itertools.product(archs, searches(), HEAD_DIMS)
-        for tiles in candidates(kernel, form, head_dim)
+        for tiles in candidates(kernel, head_dim)
     ]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         scores = list(pool.map(score, *zip(*jobs, strict=True)))
@@ -182,11 +155,9 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
         tiles, why = fastest(kernel, form, head_dim, results) if timed else lowest(results)
         rows.append(_row(arch, kernel, form, 2, head_dim, tiles, why))
     for arch, (kernel, form) in itertools.product(archs, searches()):
-        sizes, stages = FP32[kernel], 1 if kernel == "learned" else 2
-        rows.append(
-            _row(arch, kernel, form, 4, 128, sizes | {"num_stages": stages}, "products outside the tensor cores")
-        )
-        narrow = sizes | {"BLOCK_N": 16, "num_stages": 1} | ({"GROUP": 1} if kernel == "learned" else {})
+        sizes = FP32[kernel]
+        rows.append(_row(arch, kernel, form, 4, 128, sizes | {"num_stages": 2}, "products outside the tensor cores"))
+        narrow = sizes | {"BLOCK_N": 16, "num_stages": 1}
         rows.append(_row(arch, kernel, form, 4, 256, narrow, "products outside the tensor cores, wide heads"))
     kept = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"] not in archs]
     rows = sorted(kept + rows, key=itemgetter("arch"))

@@ -1,6 +1,6 @@
 """One ring step of exact attention with an additive graph bias, forward.
 
-    s = scale * q k^T + b                          b = values | table[index] | sum_c weight[c] * channels[c]
+    s = scale * q k^T + b                          b = values | table[index]; of a projection, see ``projection``
     m, l, acc <- online softmax of s against v     FlashAttention, arXiv:2205.14135, Alg. 1
     out = acc / l,  lse = log(sum_j exp(s_j))      written by the last step
 
@@ -127,11 +127,11 @@ def step_fwd(
     v_ptr = head_ptr(x, x.v, b, h)
     queries = Queries(b, h, row, offs_m, in_rows, row_keys(x, b, h, row + offs_m))
     for i in loop(0, x.num_segments, 1):
-        key_start, column_start, length = segment(x, i)
+        key_start, column_start, length, place = segment(x, i)
         whole = length // BLOCK_N * BLOCK_N
         for MASKED in tl.static_range(2):
             for start in loop(whole if MASKED else 0, length if MASKED else whole, REST if MASKED else BLOCK_N):
-                keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, length - start)
+                keys = Keys(k_ptr, v_ptr, key_start + start, column_start + start, place + start, length - start)
                 running = _fwd_tile(x, running, q, queries, keys, REST if MASKED else BLOCK_N, MASKED)
 
     m, l, acc = running
@@ -144,15 +144,13 @@ def step_fwd(
 
 
 @triton.jit
-def pad_table(table, padded, H, R, GROUP, BASE_2: tl.constexpr, BLOCK: tl.constexpr):
+def pad_table(table, padded, H, R, GROUP, BLOCK: tl.constexpr):
     """A table [H, R] as padded [groups, TABLE_SIZE, GROUP]: NaN beyond R, -inf for the masked bucket, 0 beyond H. Grid
     (cdiv(numbers of padded, BLOCK))."""
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry, h = flat // GROUP % TABLE_SIZE, flat // (GROUP * TABLE_SIZE) * GROUP + flat % GROUP
     ptrs = table.ptr + h * table.strides[0] + entry * table.strides[1]
     values = tl.load(ptrs, mask=(h < H) & (entry < R), other=float("nan")).to(padded.dtype.element_ty)
-    if BASE_2:
-        values *= LOG2E
     values = tl.where(entry == MASKED_BUCKET, -float("inf"), values)
     values = tl.where(h < H, values, 0.0)
     tl.store(padded + flat, values, mask=flat < tl.cdiv(H, GROUP) * GROUP * TABLE_SIZE)

@@ -1,8 +1,7 @@
 """Two 16-bit numbers to an instruction, which the compiler does not do by itself.
 
-Each helper has two forms, one of NVIDIA's assembly and one of plain Triton, which agree in every bit but where
-``multiply_add`` says so; ``x.ASSEMBLY`` says which runs (``tiles.has_halves``). The interpreter runs the plain one, and
-AMD compiles it.
+The helper has two forms, one of NVIDIA's assembly and one of plain Triton, which agree in every bit; ``x.ASSEMBLY``
+says which runs (``tiles.has_halves``). The interpreter runs the plain one, and AMD compiles it.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-# of a projected bias, at most, that are added up in 16 bits if q and channels have no more; 0: always in fp32
-MOST_CHANNELS = 8
 
 # or'ed with a bucket: 256 distinct finite numbers, as bit patterns
 CODES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
@@ -31,21 +27,3 @@ def equal(x, a, b, dtype: tl.constexpr):
         )
     else:
         return (a == b).to(dtype)
-
-
-@triton.jit
-def multiply_add(x, a, b, c):
-    """a b + c of one dtype, rounded once; the plain form rounds 16 bits twice, which shows where the first falls on a
-    tie."""
-    if x.ASSEMBLY and c.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    elif x.ASSEMBLY and c.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2
-        )
-    elif c.dtype.primitive_bitwidth == 16:
-        return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(c.dtype)
-    else:
-        return a * b + c

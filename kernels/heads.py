@@ -7,7 +7,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megagraph.kernels.tile import INTERPRET, masked_pairs, padding_of, plane_offsets
+from megagraph.kernels.tile import padding_of, plane_offsets, readable
 
 
 class HeadRows(NamedTuple):
@@ -43,9 +43,7 @@ def load_heads(x, t, of, left, MASKED: tl.constexpr, beyond=0.0):
         rows = tl.load(ptrs, mask=in_d, other=beyond)
     else:
         rows = tl.load(ptrs)
-    if INTERPRET and rows.dtype == tl.bfloat16:
-        rows = rows.to(tl.float32)
-    return rows
+    return readable(rows)
 
 
 @triton.jit
@@ -74,9 +72,6 @@ def planes_ptrs(x, t, queries, keys, offs_n):
 def hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """Scores [GROUP, BLOCK_M, BLOCK_N], -inf where masked or outside; 255 is masked by the table itself."""
     inside = queries.inside[:, None] & in_cols[None, :]
-    if x.FORM == "projected" and x.bias_mask is not None:
-        masked = masked_pairs(x, queries, keys, offs_n, inside, MASKED)
-        s = tl.where((masked == 0)[None, :, :], s, -float("inf"))
     if x.padding is not None:
         s += padding_of(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, None, :]
     if MASKED:

@@ -84,7 +84,7 @@ def _operands(
     """``operands_of``, with heads in groups, and rows that may be anywhere."""
     heads, learned = triton.cdiv(q.shape[1], group) * group, step.learned
     if step.form == "bucket" and learned is not None:
-        learned = padded_table(recorder, q, learned, heads, base_2=False)
+        learned = padded_table(recorder, q, learned, heads)
     operands = operands_of(recorder, step, learned, q, k, v, *rows)
     far = max(x.shape[2] * x.stride(2) for x in (q, k, v, *rows) if x is not None) >= 1 << 31
     offsets = tl.constexpr(tl.int64) if far else operands.OFFSETS

@@ -1,4 +1,4 @@
-"""Forward of narrow heads, D <= 16: whole sequences, short or long, and steps of a ring; several heads to a program.
+"""Forward of narrow heads, D <= 16, several to a program: in fp32, and where a table is gathered from memory.
 
 The equations, and the softmax so far, are those of ``forward``. Heads of a program share index, channels and masks,
 and rows of q, k, v are read where projections leave them, [B, N, H, D]. Products have columns in eights and most D
@@ -24,7 +24,6 @@ from megagraph.kernels.tile import (
     log_sum_exp,
     loop,
     online_softmax,
-    project,
     segment,
 )
 
@@ -44,8 +43,6 @@ def _scores(x, qk, queries, keys, offs_n, bucket, MASKED: tl.constexpr):
             bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
         # in memory [TABLE_SIZE, HEADS]: one address for all heads of a pair
         s += tl.load(x.learned.ptr + bucket.to(tl.int32)[None, :, :] * x.HEADS + queries.h[:, None, None])
-    elif x.FORM == "projected":
-        s = project(x, s, queries, keys, offs_n, inside, MASKED)
     return hide_of_heads(x, s, queries, keys, offs_n, in_cols, MASKED)
 
 
@@ -76,22 +73,24 @@ def _fold_segment(x, running, q, queries, i, BLOCK_N: tl.constexpr):
     Buckets are loaded a tile ahead: a load of bytes just before a product makes the compiler arrange its operands for
     bytes.
     """
-    key_start, column_start, length = segment(x, i)
+    key_start, column_start, length, _ = segment(x, i)
     whole = length // BLOCK_N * BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
     ahead = None
     if x.FORM == "bucket":
-        keys = Keys(None, None, key_start, column_start, length)
+        keys = Keys(None, None, key_start, column_start, column_start, length)
         ahead = bucket_tile(x, queries, keys, offs_n, queries.inside[:, None] & (offs_n < whole)[None, :], True)
     for start in loop(0, whole, BLOCK_N):
         bucket = ahead
         if x.FORM == "bucket":
             col = column_start + tl.minimum(start + BLOCK_N, whole - BLOCK_N)
-            ahead = bucket_tile(x, queries, Keys(None, None, key_start, col, length), offs_n, None, False)
-        keys = Keys(None, None, key_start + start, column_start + start, length - start)
+            ahead = bucket_tile(x, queries, Keys(None, None, key_start, col, col, length), offs_n, None, False)
+        col = column_start + start
+        keys = Keys(None, None, key_start + start, col, col, length - start)
         running = _fold_tile(x, running, q, queries, keys, bucket, BLOCK_N, False)
     for start in loop(whole, length, REST):
-        keys = Keys(None, None, key_start + start, column_start + start, length - start)
+        col = column_start + start
+        keys = Keys(None, None, key_start + start, col, col, length - start)
         running = _fold_tile(x, running, q, queries, keys, None, REST, True)
     return running
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,52 @@ if TYPE_CHECKING:
     from megagraph.attention.step import DeltaOf, Gradients, Step
 
 
+Segments = tuple[tuple[int, int, int, int], ...]  # (key_start, column_start, length, place) of each
+
+
 @functools.lru_cache(maxsize=256)
-def _segment_table(segments: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    return torch.tensor(segments, dtype=torch.int32, device=device).reshape(len(segments), 3)
+def _segment_table(segments: Segments, device: torch.device) -> Tensor:
+    return torch.tensor(segments, dtype=torch.int32, device=device).reshape(len(segments), 4)
+
+
+def cut(segments: list[tuple[int, int, int]], block_n: int, most: int) -> list[Segments]:
+    """Segments in pieces of at most ``most`` tiles of block_n keys, whose columns stand in memory tile after tile."""
+    pieces: list[list[tuple[int, int, int, int]]] = [[]]
+    used = 0
+    for key, column, length in segments:
+        start = 0
+        while start < length:
+            if used == most:
+                pieces.append([])
+                used = 0
+            size = min(length - start, (most - used) * block_n)
+            pieces[-1].append((key + start, column + start, size, used * block_n))
+            start += size
+            used += triton.cdiv(size, block_n)
+    return [tuple(piece) for piece in pieces]
+
+
+def on(recorder: Recorder, segments: Segments, x: Operands, Nk: int) -> Operands:
+    """The operands of these keys alone."""
+    all_keys = segments == ((0, 0, Nk, 0),)
+    alignments = [math.gcd(16, *(segment[place] for segment in segments)) for place in (1, 3)]
+    return x._replace(
+        segments=None if all_keys else recorder.constant(_segment_table(segments, recorder.device)),
+        num_segments=len(segments),
+        COLUMN_ALIGNMENT=tl.constexpr(alignments[0]),
+        PLACE_ALIGNMENT=tl.constexpr(alignments[1]),
+    )
+
+
+def projected(x: Operands, planes: Tensor, *rows: Tensor) -> Operands:
+    """With a projected bias as ``project_pass`` has made it; ``rows``: all that are like those of q."""
+    constants = {
+        "NUM_CHANNELS": 0,
+        "PAIRED": planes.dtype == torch.bfloat16,
+        "OFFSETS": _offsets_dtype(rows),
+    }
+    constexprs = {name: tl.constexpr(value) for name, value in constants.items()}
+    return x._replace(learned=strided(planes), data=None, bias_mask=None, **constexprs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -45,20 +89,21 @@ def _row_alignment(q: Tensor, *others: Tensor) -> int:
     return math.gcd(16 // q.element_size(), *strides)
 
 
-def _offsets_dtype(*tensors: Tensor | None) -> tl.dtype:
-    """What holds a stride times the edge of a tile, or the number of heads."""
-    strides = [stride for x in tensors if x is not None for stride in x.stride()[1:]]
+def _offsets_dtype(rows: Iterable[Tensor], *planes: Tensor | None) -> tl.dtype:
+    """What holds a stride times the edge of a tile; of rows also times the number of heads."""
+    strides = [stride for x in rows for stride in x.stride()[1:]]
+    strides += [stride for x in planes if x is not None for stride in x.stride()[-2:]]
     return tl.int32 if max(strides) < 1 << 23 else tl.int64
 
 
-def _paired(values: Tensor, segments: tuple[tuple[int, int, int], ...]) -> bool:
+def _paired(values: Tensor, segments: list[tuple[int, int, int]]) -> bool:
     """bf16 values whose every tile begins at a 32-bit word."""
     *strides, stride_n = values.stride()
     starts = (*strides, *(column for _, column, _ in segments), values.data_ptr() // 2)
     return values.dtype == torch.bfloat16 and stride_n == 1 and not any(start % 2 for start in starts)
 
 
-def padded_table(recorder: Recorder, q: Tensor, table: Tensor, group: int, *, base_2: bool) -> Tensor:
+def padded_table(recorder: Recorder, q: Tensor, table: Tensor, group: int) -> Tensor:
     """The entries of :func:`pad_table` as [groups, TABLE_SIZE, group]."""
     H, R = table.shape
     padded = recorder.empty(
@@ -66,9 +111,8 @@ def padded_table(recorder: Recorder, q: Tensor, table: Tensor, group: int, *, ba
     )
     block = 1024
     recorder.launch(
-        forward.pad_table, triton.cdiv(padded.numel(), block), strided(table), padded, H, R, group,
-        BASE_2=base_2, BLOCK=block,
-    )  # fmt: skip
+        forward.pad_table, triton.cdiv(padded.numel(), block), strided(table), padded, H, R, group, BLOCK=block
+    )
     return padded
 
 
@@ -78,27 +122,12 @@ def fits_lanes(q: Tensor, table: Tensor) -> bool:
     return given and table.shape[1] <= LANES.value and (INTERPRET or tiles.architecture().startswith("sm_"))
 
 
-def _bias_dtype(q: Tensor, channels: Tensor | None, acc_dtype: tl.dtype) -> tl.dtype:
-    """That the channels of a projected bias are added up in; 16 bits pay where an instruction takes two of them. Not of
-    wide heads, whose ``learned_pass`` adds up in fp32, and would not find the scores to which lse belongs. The
-    interpreter cuts off what bf16 has to round."""
-    if channels is None or channels.shape[1] > halves.MOST_CHANNELS or q.element_size() > 2:
-        return acc_dtype
-    if q.shape[3] > tiles.NARROW:
-        return acc_dtype
-    if not INTERPRET and not tiles.has_halves(tiles.architecture()):
-        return acc_dtype
-    low = {torch.float16: tl.float16} | ({} if INTERPRET else {torch.bfloat16: tl.bfloat16})
-    return low.get(channels.dtype, acc_dtype)
-
-
 def operands_of(
     recorder: Recorder, step: Step, learned: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None
 ) -> Operands:
     """What forward and backward share; ``learned`` as the kernel reads it, ``rows``: others like those of q."""
     B, H, M, D = q.shape
     others = [x for x in rows if x is not None]
-    segments = tuple((int(key), int(column), int(length)) for key, column, length in step.segments)
     form, data = step.form, step.data
     dropout_key = step.dropout_key if step.dropout_p > 0.0 else None
     dropout = dropout_key is not None
@@ -106,21 +135,20 @@ def operands_of(
     values = None if listed else {"dense": learned, "projected": data}.get(form)
     code = halves.CODES.get(q.dtype, 0)
     acc_dtype = tl.float64 if q.dtype == torch.float64 else tl.float32
-    all_keys = segments == ((0, 0, k.shape[2]),)
     constants = {
         "FORM": form,
         "NUM_CHANNELS": data.shape[1] if form == "projected" and data is not None else 0,
         "HEADS": tiles.padded_heads(H, q.element_size(), D),
         "ONES": D < 16 and not dropout,
         "BLOCK_V": 8 if D + (not dropout) <= 8 else 16,
-        "BIAS_DTYPE": _bias_dtype(q, data if form == "projected" else None, acc_dtype),
-        "PAIRED": values is not None and _paired(values, segments),
+        "PAIRED": values is not None and _paired(values, step.segments),
         "THRESHOLD": int(step.dropout_p * (1 << 32)) if dropout else 0,
         "KEEP_SCALE": 1.0 / (1.0 - step.dropout_p) if dropout else 1.0,
         "FOLD": q.element_size() == 2,
         "ALIGNMENT": _row_alignment(q, k, v, *others),
-        "OFFSETS": _offsets_dtype(q, k, v, None if listed else data, values, *others),
-        "COLUMN_ALIGNMENT": math.gcd(16, *(column for _, column, _ in segments)),
+        "OFFSETS": _offsets_dtype((q, k, v, *others), None if listed else data, values),
+        "COLUMN_ALIGNMENT": 1,
+        "PLACE_ALIGNMENT": 1,
         "ACC_DTYPE": acc_dtype,
         "ASSEMBLY": tiles.has_halves(tiles.architecture()),
         "ENTRIES": learned.shape[1] if form == "bucket" and learned is not None and fits_lanes(q, learned) else 0,
@@ -128,7 +156,7 @@ def operands_of(
         "D": D,
         "BLOCK_D": max(16, triton.next_power_of_2(D)),
     }
-    return Operands(
+    operands = Operands(
         q=strided(q),
         k=strided(k),
         v=strided(v),
@@ -140,19 +168,20 @@ def operands_of(
         row_ids=step.row_ids if dropout else None,
         first_column=step.first_column if dropout and step.first_column else None,
         codes=recorder.constant(_codes(code, q.device)) if form == "bucket" else None,
-        segments=None if all_keys else recorder.constant(_segment_table(segments, q.device)),
-        num_segments=len(segments),
+        segments=None,
+        num_segments=0,
         scale=float(step.scale),
         H=H,
         M=M,
         Nk=k.shape[2],
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
+    places = tuple((int(key), int(column), int(length), int(column)) for key, column, length in step.segments)
+    return on(recorder, places, operands, k.shape[2])
 
 
-def saved_of(gradients: Gradients, of: DeltaOf | None = None) -> Saved:
-    made_of = (None, None) if of is None else (strided(of.out), of.d_lse)
-    return Saved(strided(gradients.d_out), gradients.lse, gradients.delta, *made_of)
+def saved_of(gradients: Gradients) -> Saved:
+    return Saved(strided(gradients.d_out), gradients.lse, gradients.delta)
 
 
 def row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> None:

@@ -116,7 +116,7 @@ def segment_tiles(walk, first, last, column_start, length, BLOCK_N: tl.constexpr
 @triton.jit
 def list_segment(x, i):
     """(key_start, column_start, length) in 32 bits, as what a tile names."""
-    key_start, column_start, length = segment(x, i)
+    key_start, column_start, length, _ = segment(x, i)
     return key_start.to(tl.int32), column_start.to(tl.int32), length
 
 

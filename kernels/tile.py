@@ -4,8 +4,8 @@ B batch, H heads, M queries on this rank, Nk keys in the visiting block, N bias 
 [BLOCK_M, BLOCK_N] scores of one head. Most tiles lie inside the problem and are loaded without masks; those that
 overrun it are ``MASKED``, a second copy of the code, because one mask in the loop costs more than the arithmetic.
 
-Segments (key_start, column_start, length) say which bias columns the visiting keys own. No tile straddles two, so
-the columns of a tile are consecutive.
+Segments (key_start, column_start, length, place) say which columns the visiting keys own, and where these stand in
+planes [B, H, M, .]: a dense bias, or memory of a launch. No tile straddles two, so its columns are consecutive.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megagraph.kernels.halves import multiply_add
-
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOG2E_REST: tl.constexpr = tl.constexpr(1.9259629911266175e-08)  # of LOG2E, beyond fp32
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 MASKED_BUCKET: tl.constexpr = tl.constexpr(255)
 TABLE_SIZE: tl.constexpr = tl.constexpr(256)  # every uint8 index has an entry, so that a look-up needs no bounds
@@ -60,7 +59,7 @@ class Operands(NamedTuple):
     row_ids: Tensor | None  # int32 [M]
     first_column: int | None  # of dropout: the global column of column 0; None: 0
     codes: Tensor | None  # int16 [TABLE_SIZE], bit pattern of each bucket, as ``halves.equal`` compares them
-    segments: Tensor | None  # int32 [num_segments, 3]; None: one, of all keys, from column 0 on
+    segments: Tensor | None  # int32 [num_segments, 4]; None: one, of all keys, from column 0 on
     num_segments: int
     scale: float
     H: int
@@ -72,7 +71,6 @@ class Operands(NamedTuple):
     HEADS: int  # narrow heads (D <= 16) share programs: H padded to whole groups; 0: a program has one head
     ONES: bool  # v of narrow heads gets a column of ones, after its own
     BLOCK_V: int  # columns of v and acc of narrow heads
-    BIAS_DTYPE: tl.dtype  # that the channels of a projected bias are added up in
     PAIRED: bool  # bf16 bias values may be read as 32-bit pairs
     THRESHOLD: int  # hashes below it are dropped; 0 = no dropout
     KEEP_SCALE: float  # 1 / (1 - dropout_p)
@@ -80,6 +78,7 @@ class Operands(NamedTuple):
     ALIGNMENT: int  # elements; divides all strides of q, k, v and what has their rows, but the last
     OFFSETS: tl.dtype  # of offsets within a tile, 64 bits where a stride needs it; starts of tiles have 64 bits
     COLUMN_ALIGNMENT: int  # divides the column where a segment starts
+    PLACE_ALIGNMENT: int  # and its place
     ACC_DTYPE: tl.dtype  # of scores and sums
     ASSEMBLY: bool  # ``halves`` may use it
     ENTRIES: int  # of a table that is read as it is, at most LANES; 0: it is padded
@@ -94,9 +93,6 @@ class Saved(NamedTuple):
     d_out: Strided  # [B, H, M, D]
     lse: Tensor  # [B, H, M], contiguous
     delta: Tensor  # [B, H, M], contiguous
-    # narrow heads: what delta is made of, if it is not made yet
-    out: Strided | None = None  # [B, H, M, D]
-    d_lse: Tensor | None = None  # [B, H, M], contiguous
 
 
 class Queries(NamedTuple):
@@ -117,6 +113,7 @@ class Keys(NamedTuple):
     v: tl.tensor | None
     start: tl.tensor  # the first, in the visiting block
     col: tl.tensor  # and its column
+    place: tl.tensor  # which may stand elsewhere in planes
     left: tl.tensor  # of the segment, from the first on
 
 
@@ -169,9 +166,16 @@ def load_rows(x, t, ptr, start, offs, left, MASKED: tl.constexpr):
         rows = tl.load(ptrs, mask=in_d, other=0.0)
     else:
         rows = tl.load(ptrs)
-    if INTERPRET and rows.dtype == tl.bfloat16:  # the interpreter multiplies bf16 bit patterns
-        rows = rows.to(tl.float32)
-    return rows
+    return readable(rows)
+
+
+@triton.jit
+def readable(operand):
+    """An operand of a product; the interpreter multiplies the bit patterns of bf16."""
+    if INTERPRET and operand.dtype == tl.bfloat16:
+        return operand.to(tl.float32)
+    else:
+        return operand
 
 
 @triton.jit
@@ -211,10 +215,20 @@ def add_dot(acc, p, a):
 def exp(x, s, pivot):
     """exp(s - pivot), in a multiply-add and an exp2 if FOLD, when the pivot is in base 2.
 
-    A product s * log2(e) is rounded once more, which shows in fp32 gradients and is lost in the rounding of 16-bit
-    inputs.
+    A product with log2(e) is rounded once more. 16-bit inputs are rounded by far more; of fp32 what that left out goes
+    to the result.
     """
-    return tl.exp2(s * LOG2E - pivot if x.FOLD else (s - pivot) * LOG2E)
+    if x.FOLD:
+        return tl.exp2(s * LOG2E - pivot)
+    elif s.dtype == tl.float32:
+        d = s - pivot
+        d = tl.where(d == -float("inf"), -256.0, d)  # 0 all the same, without infinity less itself
+        power = d * LOG2E
+        left_out = tl.fma(d, tl.full(d.shape, LOG2E, tl.float32), -power) + d * LOG2E_REST
+        p = tl.exp2(power)
+        return p + p * (left_out * LN2)
+    else:
+        return tl.exp2((s - pivot) * LOG2E)
 
 
 @triton.jit
@@ -256,31 +270,35 @@ def pivot_of(x, lse):
 
 @triton.jit
 def segment(x, i):
-    """(key_start, column_start, length); starts in 64 bits, as they are multiplied by strides."""
+    """(key_start, column_start, length, place); starts in 64 bits, as they are multiplied by strides."""
     if x.segments is None:
         key_start = tl.full([], 0, tl.int64)
         column_start = key_start
         length = x.Nk
+        place = key_start
     else:
-        key_start = tl.load(x.segments + 3 * i).to(tl.int64)
-        column_start = tl.multiple_of(tl.load(x.segments + 3 * i + 1).to(tl.int64), x.COLUMN_ALIGNMENT)
-        length = tl.load(x.segments + 3 * i + 2)
-    return key_start, column_start, length
+        key_start = tl.load(x.segments + 4 * i).to(tl.int64)
+        column_start = tl.multiple_of(tl.load(x.segments + 4 * i + 1).to(tl.int64), x.COLUMN_ALIGNMENT)
+        length = tl.load(x.segments + 4 * i + 2)
+        place = tl.multiple_of(tl.load(x.segments + 4 * i + 3).to(tl.int64), x.PLACE_ALIGNMENT)
+    return key_start, column_start, length, place
 
 
 @triton.jit
 def find_keys(x, tile, BLOCK_N: tl.constexpr):
-    """The first key of a tile, its column, and how many there are, where tiles are counted over the segments."""
-    key, col, left = tile * 0, tile * 0, (tile * 0).to(tl.int32)
+    """Start, column, place and number of the keys of a tile, where tiles are counted over the segments."""
+    key, col, own, left = tile * 0, tile * 0, tile * 0, (tile * 0).to(tl.int32)
     for i in loop(0, x.num_segments, 1):
-        key_start, column_start, length = segment(x, i)
+        key_start, column_start, length, place = segment(x, i)
         start = tile * BLOCK_N
         here = (start >= 0) & (start < length)
         key = tl.where(here, key_start + start, key)
         col = tl.where(here, column_start + start, col)
+        own = tl.where(here, place + start, own)
         left = tl.where(here, tl.minimum(length - start, BLOCK_N), left).to(tl.int32)
         tile -= tl.cdiv(length, BLOCK_N)
-    return key, tl.multiple_of(col, x.COLUMN_ALIGNMENT), left
+    col, own = tl.multiple_of(col, x.COLUMN_ALIGNMENT), tl.multiple_of(own, x.PLACE_ALIGNMENT)
+    return key, col, own, left
 
 
 @triton.jit
@@ -290,10 +308,10 @@ def plane_offsets(x, stride_m, stride_n, offs_m, offs_n):
 
 
 @triton.jit
-def _load_plane(x, plane, queries, keys, offs_n, inside, MASKED: tl.constexpr):
-    """A plane [M, N] at some queries and the keys at offs_n; 0 outside, which asynchronous copies can write."""
+def load_plane(x, plane, queries, col, offs_n, inside, MASKED: tl.constexpr):
+    """A plane [M, N] at some queries and the columns col + offs_n; 0 outside, which asynchronous copies can write."""
     stride_m, stride_n = plane.strides
-    start = plane.ptr + queries.row * stride_m + keys.col * stride_n
+    start = plane.ptr + queries.row * stride_m + col * stride_n
     ptrs = start + plane_offsets(x, stride_m, stride_n, queries.offs, offs_n)
     if MASKED:
         return tl.load(ptrs, mask=inside, other=0)
@@ -315,11 +333,11 @@ def _load_pairs(x, ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_values(x, plane, queries, keys, offs_n, inside, MASKED: tl.constexpr):
+def load_values(x, plane, queries, col, offs_n, inside, MASKED: tl.constexpr):
     """A plane of values in the dtype of the scores."""
     if x.PAIRED and not MASKED:
-        return _load_pairs(x, plane.ptr, plane.strides[0], queries.row, queries.offs, keys.col, offs_n.shape[0])
-    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED).to(x.ACC_DTYPE)
+        return _load_pairs(x, plane.ptr, plane.strides[0], queries.row, queries.offs, col, offs_n.shape[0])
+    return load_plane(x, plane, queries, col, offs_n, inside, MASKED).to(x.ACC_DTYPE)
 
 
 @triton.jit
@@ -327,15 +345,7 @@ def bucket_tile(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """uint8 bucket of each pair."""
     stride_b, stride_m, stride_n = x.data.strides
     plane = Strided(x.data.ptr + queries.b * stride_b, (stride_m, stride_n))
-    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
-
-
-@triton.jit
-def channel_tile(x, c, queries, keys, offs_n, inside, MASKED: tl.constexpr):
-    """Channel c of each pair of nodes."""
-    stride_b, stride_c, stride_m, stride_n = x.data.strides
-    plane = Strided(x.data.ptr + queries.b * stride_b + c * stride_c, (stride_m, stride_n))
-    return _load_values(x, plane, queries, keys, offs_n, inside, MASKED)
+    return load_plane(x, plane, queries, keys.col, offs_n, inside, MASKED)
 
 
 @triton.jit
@@ -343,7 +353,7 @@ def masked_pairs(x, queries, keys, offs_n, inside, MASKED: tl.constexpr):
     """Nonzero where the mask of a projected bias hides a pair."""
     stride_b, stride_m, stride_n = x.bias_mask.strides
     plane = Strided(x.bias_mask.ptr + queries.b * stride_b, (stride_m, stride_n))
-    return _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
+    return load_plane(x, plane, queries, keys.col, offs_n, inside, MASKED)
 
 
 @triton.jit
@@ -353,27 +363,6 @@ def padding_of(x, b, col, offs_n, in_cols, MASKED: tl.constexpr):
     ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n
     padding = tl.load(ptrs, mask=in_cols, other=0) if MASKED else tl.load(ptrs)
     return tl.where(padding == 0, 0.0, -float("inf"))
-
-
-@triton.jit
-def project(x, s, queries, keys, offs_n, inside, MASKED: tl.constexpr):
-    """Scores of a head or several, and a projected bias, whose sum is rounded to BIAS_DTYPE at every channel."""
-    stride_b, stride_c, stride_m, stride_n = x.data.strides
-    stride_h, stride_w = x.learned.strides
-    weights = x.learned.ptr + tl.minimum(queries.h, x.H - 1) * stride_h
-    PACKED: tl.constexpr = x.BIAS_DTYPE != x.ACC_DTYPE
-    bias = tl.zeros(s.shape, x.BIAS_DTYPE)  # apart from s, which is larger and would cost it digits
-    for c in tl.static_range(x.NUM_CHANNELS):
-        weight = tl.load(weights + c * stride_w)
-        if len(s.shape) == 3:
-            weight = weight[:, None, None]
-        if PACKED:
-            plane = Strided(x.data.ptr + queries.b * stride_b + c * stride_c, (stride_m, stride_n))
-            channel = _load_plane(x, plane, queries, keys, offs_n, inside, MASKED)
-            bias = multiply_add(x, weight.to(x.BIAS_DTYPE), channel, bias)
-        else:
-            bias += weight.to(x.BIAS_DTYPE) * channel_tile(x, c, queries, keys, offs_n, inside, MASKED)
-    return s + bias.to(s.dtype)
 
 
 @triton.jit
@@ -418,22 +407,18 @@ def look_up(x, h, bucket):
 @triton.jit
 def scores(x, qk, queries, keys, offs_n, in_cols, MASKED: tl.constexpr):
     """Scores scale * qk + bias of some queries of a head and the keys at offs_n, natural log, -inf where masked or
-    outside."""
+    outside. A projected bias is in memory by now (``projection.project_pass``)."""
     h = queries.h
     inside = queries.inside[:, None] & in_cols[None, :]
     s = qk * x.scale
-    if x.FORM == "dense":
+    if x.FORM == "dense" or x.FORM == "projected":
         stride_b, stride_h, stride_m, stride_n = x.learned.strides
         plane = Strided(x.learned.ptr + queries.b * stride_b + h * stride_h, (stride_m, stride_n))
-        s += _load_values(x, plane, queries, keys, offs_n, inside, MASKED)
+        col = keys.col if x.FORM == "dense" else keys.place
+        s += load_values(x, plane, queries, col, offs_n, inside, MASKED)
     elif x.FORM == "bucket":
         bucket = bucket_tile(x, queries, keys, offs_n, inside, MASKED)
         s += look_up(x, h, bucket)
-    elif x.FORM == "projected":
-        s = project(x, s, queries, keys, offs_n, inside, MASKED)
-        if x.bias_mask is not None:
-            masked = masked_pairs(x, queries, keys, offs_n, inside, MASKED)
-            s = tl.where(masked == 0, s, -float("inf"))
     if x.padding is not None:
         s += padding_of(x, queries.b, keys.col, offs_n, in_cols, MASKED)[None, :]
     if MASKED:

@@ -25,7 +25,8 @@ SHARED_LIMIT = {  # bytes of shared memory that a program may use; no compiler c
     "gfx942": 65_536,
 }
 
-Kernel = Literal["fwd", "key", "query", "learned"]
+Kernel = Literal["fwd", "key"]
+SHORT, NARROW = 256, 16  # most rows and keys, widest heads where little is left of a tile
 
 
 def architecture() -> str:
@@ -69,20 +70,12 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
         if tiles["BLOCK_M"] < 64:  # four warps would share 16 rows, and compute the same
             wide = max(tiles["BLOCK_N"], triton.next_power_of_2(D))
             tiles["num_warps"] = min(tiles["num_warps"], max(1, tiles["BLOCK_M"] * wide // 2048))
+    elif max(M, N) <= SHORT and D <= NARROW and itemsize == 2:  # more programs at once hide more waiting
+        tiles |= {"BLOCK_M": 16, "num_warps": 4 if tiles["BLOCK_N"] >= 64 else 1, "num_stages": 3 if N > 32 else 2}
     return tiles
 
 
 MULTIPROCESSORS = 128  # about those of large GPUs
-
-SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path
-
-
-def short_path(M: int, N: int, D: int) -> bool:
-    """Whether programs hold several heads of a sequence (``short``) or tiles of one head (``forward``, ``backward``).
-
-    Wider heads would spill: a thread holds the accumulators of all heads of its program.
-    """
-    return 0 < max(M, N) <= SHORT and D <= NARROW
 
 
 def heads_of_program(H: int, itemsize: int) -> int:
@@ -112,30 +105,22 @@ def choose_narrow_fwd(H: int, itemsize: int, M: int, N: int) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_narrow(
-    form: str, B: int, H: int, itemsize: int, D: int, M: int, N: int, plain: bool, arch: str
-) -> dict[str, int]:
-    """Tiles of the pass over narrow heads, by time on an H200; those of AMD, fp32 and no bias by what they compile to.
-    Up to eight heads to a program, which share the one-hot matrix of a table's gradient; four of short sequences, as
-    more programs at once hide more waiting, and where eight would leave multiprocessors without a program.
+def choose_query(itemsize: int, D: int, M: int, block_n: int, N: int, arch: str) -> dict[str, int]:
+    """Tiles of ``query_pass``, which does little but read ds: as many loads ahead as fit."""
+    block_m, block_n, warps = (64, min(64, block_n), 4) if itemsize == 2 else (32, min(32, block_n), 8)
+    if block_m > M:
+        block_m, warps = max(16, triton.next_power_of_2(M)), 1
+    stage = itemsize * block_n * (block_m + max(16, triton.next_power_of_2(D)))
+    stages = max(1, min(3 if itemsize == 2 else 1, SHARED_LIMIT.get(arch, 65_536) // stage, N // block_n))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
-    plain: without dropout, padding and mask, which take registers.
-    """
-    group = heads_of_program(H, itemsize)
-    roomy = SHARED_LIMIT.get(arch, 0) > 200_000
-    block_m, block_n, warps, stages = 16, 64 if roomy else 32, 8 if roomy else 4, 1
-    if itemsize > 2:
-        block_n, warps = 16, 4
-    elif arch.startswith("gfx"):
-        group, block_n = min(group, 4), 16
-    elif N <= SHORT or B * (N // block_n) * triton.cdiv(H, group) < MULTIPROCESSORS:
-        group, block_m, block_n, warps = min(group, 4), 32, 32, 4
-    elif roomy and plain and form == "none":
-        block_m = 32
-    elif roomy and plain and form in ("dense", "projected"):
-        stages = 2
-    block_m, block_n = (min(size, max(16, triton.next_power_of_2(n))) for size, n in ((block_m, M), (block_n, N)))
-    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+@functools.lru_cache(maxsize=1024)
+def choose_learned(H: int, itemsize: int, N: int) -> dict[str, int]:
+    """Tiles of ``learned_pass``; up to eight heads share an index, a one-hot matrix or channels."""
+    group, stages = (8, 3) if itemsize == 2 and N > SHORT else (8 if itemsize == 2 else 2, 1)
+    warps = 1 if N <= 32 else 4
+    return {"GROUP": min(group, triton.next_power_of_2(H)), "BLOCK_M": 16, "num_warps": warps, "num_stages": stages}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -222,9 +222,8 @@ class BucketBias:
 class ProjectedBias:
     """b[h, i, j] = sum_c weight[h, c] * channels[c, i, j]: ANS-GT's projection of adjacency powers.
 
-    A constant per head would cancel in the softmax, so there is no offset. For 16-bit queries, GPUs of
-    compute capability 9 add up 16-bit channels, up to eight, in their dtype, weights rounded to it: two to four times
-    the error of a dense bias in it. ``megagraph.kernels.halves.MOST_CHANNELS = 0`` has the sum in fp32.
+    A constant per head would cancel in the softmax, so there is no offset. On a GPU the sum is made in fp32 and rounded
+    to the dtype of the queries once, as a dense bias in it would be.
 
     Args:
         channels: finite, floating point [B or 1, C, M, N], C <= 16. Sparse: hybrid CSR [M, N, C], and after

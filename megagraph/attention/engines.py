@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
-Impl = Literal["triton", "triton_long", "blocked", "blocked_long", "reference"]
-SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short paths, as in megagraph.kernels.tiles
+Impl = Literal["triton", "blocked", "blocked_long", "reference"]
+SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path
 
 
 class Engine(Protocol):
@@ -62,7 +62,7 @@ class Triton:
         return reasons
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
-        return step.columns is None and is_short_shape(max(q.shape[2], k.shape[2]), q.shape[3])
+        return False
 
     def prepare(self, step: Step, q: Tensor) -> Step:
         if step.form != "bucket" or step.columns is not None:
@@ -145,13 +145,12 @@ def _cpu_path(step: Step) -> Any:
 ENGINES: dict[str, Engine] = {"triton": Triton(), "blocked": Blocked()}
 # the engine, and whether it may take its path for short sequences
 _NAMED = {
-    "triton": ("triton", True),
-    "triton_long": ("triton", False),
+    "triton": ("triton", False),
     "blocked": ("blocked", True),
     "blocked_long": ("blocked", False),
     "reference": ("reference", True),
 }
-_GONE = {"triton_short": "triton", "blocked_short": "blocked"}
+_GONE = {"triton_short": "triton", "triton_long": "triton", "blocked_short": "blocked"}
 
 
 def is_short_shape(num_nodes: int, head_dim: int) -> bool:

@@ -91,9 +91,8 @@ def biased_attention(
             function of key, head, row and column only.
         return_lse: also return lse [B, H, M], natural log, fp32 (fp64 for fp64 inputs), -inf for an empty row.
         impl: ``"triton"`` (CUDA, or the CPU under TRITON_INTERPRET=1), ``"blocked"`` (CPU) or ``"reference"`` (eager);
-            ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. Short sequences with narrow heads take
-            kernels of their own; ``"triton_long"`` and ``"blocked_long"`` do without these. What you ask for runs, or
-            raises.
+            ``None`` takes ``"triton"`` on CUDA and ``"blocked"`` elsewhere. On a CPU short sequences with narrow heads
+            take loops of their own; ``"blocked_long"`` does without these. What you ask for runs, or raises.
 
     Returns:
         out [B, H, M, D] in q's dtype; a row that can attend to nothing is 0 with zero gradients.

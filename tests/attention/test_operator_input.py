@@ -140,7 +140,7 @@ BAD_INPUTS = {
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
     "impl": (
         lambda: bad(impl="cudnn"),
-        "impl must be 'triton', 'triton_long', 'blocked', 'blocked_long', 'reference' or None, got 'cudnn'",
+        "impl must be 'triton', 'blocked', 'blocked_long', 'reference' or None, got 'cudnn'",
     ),
     "impl of before": (lambda: bad(impl="blocked_short"), "got 'blocked_short', which is 'blocked' now"),
 }

@@ -11,9 +11,7 @@ import torch
 import megagraph as mg
 from megagraph.attention.cpu import rows
 from megagraph.attention.cpu import tiles as long_path
-from megagraph.attention.engines import NARROW, SHORT
 from megagraph.attention.operator import _checked, make_step
-from megagraph.kernels import tiles
 from tests.attention.test_operator import run
 from tests.problems import FORMS, Shape, assert_matches, make_problem, to
 
@@ -107,7 +105,6 @@ def test_chosen_by_shape():
     def dense(H, dtype=torch.float32):
         return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))
 
-    assert (SHORT, NARROW) == (tiles.SHORT, tiles.NARROW)
     assert chosen() and chosen(256, 256, 16) and chosen(bias=dense(4))
     for options in ({"M": 257}, {"N": 257}, {"D": 17}, {"dtype": torch.float64}, {"bias": dense(1)}, {"M": 0}):
         assert not chosen(**options), options

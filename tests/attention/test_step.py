@@ -34,7 +34,6 @@ from tests.steps import run_steps
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import biased_attention as kernels
-from megagraph.kernels import operands
 from megagraph.kernels.launch import plans
 
 
@@ -105,15 +104,18 @@ def test_heads_need_not_fill_their_groups(form, H, dtype):
     assert_matches(run_steps(problem), problem)
 
 
+@pytest.mark.parametrize("learned_grad", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_of_dq_in_several_launches(form, accumulate, monkeypatch, no_plans):
-    """One key tile a launch: the sum so far is carried from launch to launch."""
-    monkeypatch.setattr(kernels, "PARTS_BYTES", 1)
+def test_pieces_of_keys(form, accumulate, learned_grad, monkeypatch, no_plans):
+    """One key tile a launch: the softmax and the sums so far are carried from launch to launch."""
+    monkeypatch.setattr(kernels, "PIECE_BYTES", 1)
+    monkeypatch.setattr(kernels.tiles, "MULTIPROCESSORS", 1)
     problem = make_problem(form, Shape(33, 80, 8), dropout_p=0.2)
     columns = torch.arange(80, device=DEVICE)
-    halves = [(columns[:49], [(0, 0, 49)]), (columns[49:], [(0, 49, 31)])]
-    assert_matches(run_steps(problem, halves if accumulate else None), problem)
+    halves = [(columns[:49], [(0, 0, 20), (20, 20, 29)]), (columns[49:], [(0, 49, 31)])]
+    got = run_steps(problem, halves if accumulate else None, learned_grad=learned_grad)
+    assert_matches(got, problem, learned_grad=learned_grad)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1e-3, 1e-30])
@@ -157,17 +159,6 @@ def test_heads_that_share_a_program(form, H, D, dropout_p, small_tiles, monkeypa
     columns = torch.arange(N, device=DEVICE).split(40)
     steps = [(block, [(0, int(block[0]), len(block))]) for block in columns]
     assert_matches(run_steps(problem, steps), problem)
-
-
-@pytest.mark.parametrize(("q", "channels", "C"), [(2, 2, 3), (2, 4, 3), (4, 2, 3), (2, 2, 9)])
-def test_what_channels_are_added_up_in(q, channels, C, monkeypatch):
-    """16 bits where nothing has more, and where they are few."""
-    dtypes = {2: torch.float16, 4: torch.float32}
-    rows, data = torch.empty(1, 2, 5, 8, dtype=dtypes[q]), torch.empty(1, C, 5, 7, dtype=dtypes[channels])
-    low = (q, channels, C) == (2, 2, 3)
-    assert (str(operands._bias_dtype(rows, data, "acc")) == "fp16") == low
-    monkeypatch.setattr(operands.halves, "MOST_CHANNELS", 0)
-    assert operands._bias_dtype(rows, data, "acc") == "acc"
 
 
 @pytest.mark.parametrize("impl", IMPLS)

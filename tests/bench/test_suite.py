@@ -280,4 +280,4 @@ def test_kernels_are_compiled_ahead(tmp_path):
     assert done.returncode == 0, done.stderr
     with tarfile.open(archive) as file:
         names = {Path(name).name for name in file.getnames()}
-    assert {"step_fwd.cubin", "one_pass.cubin", "__grp__one_pass.json"} <= names
+    assert {"step_fwd.cubin", "key_pass.cubin", "__grp__key_pass.json"} <= names

@@ -105,7 +105,7 @@ def test_a_launcher_hands_over_nothing_of_its_own():
     padded = torch.empty(1, 256, 1, device=DEVICE)  # neither given nor the recorder's
     from megagraph.kernels.tile import Strided
 
-    recorder.launch(pad_table, 1, Strided(table, table.stride()), padded, 1, 5, 1, BASE_2=False, BLOCK=256)
+    recorder.launch(pad_table, 1, Strided(table, table.stride()), padded, 1, 5, 1, BLOCK=256)
     with pytest.raises(KeyError):
         Plan(recorder, [table], None)
 

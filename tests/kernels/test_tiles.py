@@ -9,12 +9,8 @@ import pytest
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import tiles
-from megagraph.kernels.variants import FORMS
 
-LAUNCHES = [
-    *product(("fwd", "key", "query"), FORMS, (2, 4), (1, 16, 64, 65, 256)),
-    *product(("learned",), ("bucket", "projected"), (2, 4), (1, 16, 64, 65, 256)),
-]
+LAUNCHES = list(product(("fwd", "key"), ("none", "dense", "bucket"), (2, 4), (1, 16, 64, 65, 256)))
 
 
 def chosen(arch: str) -> list[dict[str, int]]:
@@ -47,15 +43,22 @@ def test_small_problems_take_small_tiles(arch):
         assert max(rows) <= 32 and max(keys) == 16
 
 
-def test_few_key_tiles_take_programs_of_four_heads():
-    def chosen(B: int, H: int, N: int, form: str = "bucket") -> tuple[int, ...]:
-        tiles_of = tiles.choose_narrow(form, B, H, 2, 8, N, N, True, "sm_90")
-        return tuple(tiles_of[name] for name in ("GROUP", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+def test_backward_of_short_sequences_takes_narrow_tiles():
+    def chosen(M: int, N: int, D: int, form: str = "bucket") -> tuple[int, ...]:
+        return tuple(tiles.choose("key", form, 2, D, M, N, "sm_90").values())
 
-    assert chosen(1, 8, 8192) == chosen(4, 16, 2048) == (8, 16, 64, 8, 1)
-    assert chosen(1, 8, 8128) == chosen(1, 8, 2048) == chosen(256, 32, 144) == (4, 32, 32, 4, 1)
-    assert chosen(1, 3, 8192) == (4, 16, 64, 8, 1)  # one program has all heads
-    assert [chosen(1, 8, 8192, form) for form in ("none", "dense")] == [(8, 32, 64, 8, 1), (8, 16, 64, 8, 2)]
+    assert chosen(8192, 8192, 8) == chosen(257, 257, 8) == chosen(144, 144, 64) == (64, 64, 4, 3)
+    assert chosen(144, 144, 8) == (16, 64, 4, 3)
+    assert chosen(32, 32, 8) == (16, 32, 1, 2)
+
+
+def test_loads_ahead_fit_in_shared_memory():
+    assert tiles.choose_query(2, 64, 8192, 64, 8192, "sm_90") == dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
+    assert tiles.choose_query(2, 256, 8192, 64, 8192, "sm_86")["num_stages"] == 2
+    assert tiles.choose_query(2, 256, 8192, 64, 100, "sm_90")["num_stages"] == 1  # there is one tile
+    assert tiles.choose_query(2, 8, 20, 64, 8192, "sm_90")["BLOCK_M"] == 32
+    assert [tiles.choose_learned(H, 2, N)["num_warps"] for H, N in ((8, 32), (8, 144))] == [1, 4]
+    assert [tiles.choose_learned(H, 2, 8192)["GROUP"] for H in (1, 3, 32)] == [1, 4, 8]
 
 
 def test_short_forward_takes_fewer_warps_and_stages():

@@ -57,7 +57,7 @@ def steps_of(variant: Variant, N: int):
 def test_values(variant):
     problem = problem_of(variant)
     steps = None if variant.path == "short" else steps_of(variant, problem.k.shape[2])
-    got = run_steps(problem, steps, learned_grad=variant.learned_grad, short=variant.path == "short")
+    got = run_steps(problem, steps, learned_grad=variant.learned_grad)
     assert_matches(got, problem, learned_grad=variant.learned_grad)
 
 
