@@ -250,7 +250,7 @@ def kernel_row(launch: Launch) -> dict[str, Any]:
     resources, loops = read_cubin(binary.asm["cubin"])
     warps = binary.metadata.num_warps
     programs = programs_per_sm(binary.metadata.target.arch, resources["registers"], row["shared"], warps)
-    row["races"] = races(binary.asm["ttgir"])
+    row |= {"races": races(binary.asm["ttgir"]), "misfits": misfits(binary.asm["ttgir"])}
     row |= resources | {"programs_per_sm": programs, "warps_per_sm": programs * warps, "loops": []}
     by_exponentials = any(loop.count("MUFU.EX2") for loop in loops)
     for place, loop in enumerate(loops):
@@ -284,6 +284,12 @@ def races(ttgir: str) -> int:
         if read & set(re.findall(r"%[\w#]+", operands)) and not (wait and wait[1] == "0"):
             found += 1
     return found
+
+
+def misfits(ttgir: str) -> int:
+    """Products of fewer numbers than their operands are laid out for, of which some are taken twice and some never."""
+    operand = r"tt\.dot .*?: tensor<\d+(?:x\d+)*x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = #\w+, kWidth = (\d+)\}>>"
+    return sum(4 * int(width) > int(numbers) for numbers, width in re.findall(operand, ttgir))
 
 
 def l2_bytes(kernel: str, tiles: dict[str, int], form: str, head_dim: int) -> float:
@@ -340,7 +346,7 @@ def main(
 
     ``check``: compare with the budget; ``write``: to bench/results/compile/ARCH.json. Fails where a kernel needs more
     shared memory than its architecture has, as it could not start there, and where a product may read what is loaded
-    anew.
+    anew or has operands that are laid out for more numbers than it takes.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("unset TRITON_INTERPRET: the interpreter cannot compile")
@@ -359,7 +365,7 @@ def main(
     if write:
         for arch in dict.fromkeys(arch for arch, _ in jobs):
             write_rows(arch, [row for row in rows if row["arch"] == arch], folder="compile")
-    faults = too_large(rows) + racing(rows) + (over_budget(rows) if check else [])
+    faults = too_large(rows) + wrong(rows) + (over_budget(rows) if check else [])
     sys.exit("\n".join(faults) or None)
 
 
@@ -396,13 +402,15 @@ def too_large(rows: Iterable[dict[str, Any]]) -> list[str]:
     ]
 
 
-def racing(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Kernels whose products may read what is overwritten, one sentence each."""
+def wrong(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Kernels whose products may read what is overwritten, or take numbers twice, one sentence each."""
+    words = {"races": "read memory that is loaded anew", "misfits": "have operands laid out for more numbers"}
     return [
-        f"{row['arch']} {row['variant']} {kernel['kernel']}: {kernel['races']} products read memory that is loaded anew"
+        f"{row['arch']} {row['variant']} {kernel['kernel']}: {kernel[name]} products {what}"
         for row in rows
         for kernel in row["kernels"]
-        if kernel.get("races")
+        for name, what in words.items()
+        if kernel.get(name)
     ]
 
 

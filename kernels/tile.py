@@ -335,7 +335,9 @@ def _load_pairs(x, ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
 @triton.jit
 def load_values(x, plane, queries, col, offs_n, inside, MASKED: tl.constexpr):
     """A plane of values in the dtype of the scores."""
-    if x.PAIRED and not MASKED:
+    # of narrow tiles Triton 3.6 and 3.7 compile products with p and ds wrongly, where these come from pairs and from a
+    # padding: their operands are laid out for 32 numbers, of which a product of 16 then takes every other four twice
+    if x.PAIRED and not MASKED and queries.offs.shape[0] >= 32 and offs_n.shape[0] >= 32:
         return _load_pairs(x, plane.ptr, plane.strides[0], queries.row, queries.offs, col, offs_n.shape[0])
     return load_plane(x, plane, queries, col, offs_n, inside, MASKED).to(x.ACC_DTYPE)
 

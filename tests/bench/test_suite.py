@@ -271,6 +271,12 @@ def test_products_that_read_what_is_loaded_anew_are_found(copies, pendings, race
     assert compile_report.races(COPY.format(copies=copies) + PRODUCT.format(pendings=pendings)) == races
 
 
+@pytest.mark.parametrize(("shape", "width", "misfits"), [("32x16", 8, 1), ("32x16", 4, 0), ("4x32x32", 8, 0)])
+def test_products_of_too_few_numbers_are_found(shape, width, misfits):
+    operand = f"tensor<{shape}xbf16, #ttg.dot_op<{{opIdx = 0, parent = #mma, kWidth = {width}}}>>"
+    assert compile_report.misfits(f"%d = tt.dot %p, %a, %acc : {operand} * tensor<16x16xbf16, #b> -> ") == misfits
+
+
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead(tmp_path):
     archive, test = tmp_path / "kernels.tar.xz", "bench/test_values.py::test_operator[bfloat16-8-bucket-triton]"
