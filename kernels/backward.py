@@ -42,17 +42,16 @@ from megagraph.kernels.tile import (
 
 
 @triton.jit
-def row_delta(d_out, out, d_lse_ptr, delta_ptr, H, M, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta = sum(d_out * out) - d_lse, if any, of BLOCK_M rows; grid (B * H * cdiv(M, BLOCK_M))."""
+def row_delta(d_out, out, d_lse_ptr, delta_ptr, num_rows, H, M, D: tl.constexpr, BLOCK_M: tl.constexpr):
+    """delta = sum(d_out * out) - d_lse, if any, of BLOCK_M rows, those of all heads one after another; grid (cdiv(rows,
+    BLOCK_M))."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
-    pid = tl.program_id(0).to(tl.int64)
-    num_tiles = tl.cdiv(M, BLOCK_M)
-    bh = pid // num_tiles
-    rows = pid % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    place, exists = (bh // H, bh % H, rows), rows < M
+    flat = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    bh = flat // M
+    place, exists = (bh // H, bh % H, flat % M), flat < num_rows
     products = row_products(d_out, out, place, exists, D, BLOCK_D, delta_ptr.dtype.element_ty)
-    delta = delta_of(products, d_lse_ptr, bh * M + rows, exists)
-    tl.store(delta_ptr + bh * M + rows, delta, mask=exists)
+    delta = delta_of(products, d_lse_ptr, flat, exists)
+    tl.store(delta_ptr + flat, delta, mask=exists)
 
 
 @triton.jit

@@ -188,6 +188,6 @@ def row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> 
     B, H, M, D = d_out.shape
     block = 128
     recorder.launch(
-        backward.row_delta, B * H * triton.cdiv(M, block),
-        strided(d_out), strided(of.out), of.d_lse, delta, H, M, D, block,
+        backward.row_delta, triton.cdiv(B * H * M, block),
+        strided(d_out), strided(of.out), of.d_lse, delta, B * H * M, H, M, D, block,
     )  # fmt: skip
