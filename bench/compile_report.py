@@ -40,7 +40,7 @@ from megagraph.kernels.variants import Variant, cover, defaults
 BUDGET = Path(__file__).with_name("compile_budget.json")
 CHECKED = ("sm_80", "sm_90", "sm_100")
 LEAST_WARPS = 8  # of a multiprocessor, which hides latency by switching between them
-BY_KEYS = ("one_pass", "key_pass")  # kernels whose programs own keys; those of others own queries
+BY_KEYS = ("key_pass",)  # kernels whose programs own keys; those of others own queries
 B, H = 16, 8  # enough programs for the tiles of large problems
 PAIRS_OF_A_ROW = 32
 ROW_OF_VARIANT = ("kernel", "form", "dtype", "head_dim", "path", "learned_grad", "dropout")
@@ -84,8 +84,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
 
     dtype, form = getattr(torch, variant.dtype), variant.form
     short, listed = variant.path == "short", variant.path == "listed"
-    D = min(variant.head_dim, 16) if short else variant.head_dim  # wider heads take the long path
-    N = 32 if short else N
+    D, N = variant.head_dim, 32 if short else N
     if variant.kernel == "hidden_dropout":
         x, key = torch.empty(B, N, H * D, dtype=dtype), torch.empty(B, dtype=torch.int32)
         return partial(launch_hidden_dropout, x, torch.empty_like(x), 0.1, key, None)
@@ -96,7 +95,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
             return torch.empty(B, N, H, D, dtype=dtype).transpose(1, 2)
         return torch.empty(B, H, N, D, dtype=dtype)
 
-    planes = (1, 1) if variant.plane == "shared" and not short else (B, H)
+    planes = (1, 1) if variant.plane == "shared" else (B, H)
     data, learned, mask = {
         "none": (None, None, None),
         "dense": (None, torch.empty(*planes, N, columns, dtype=dtype), None),
@@ -293,24 +292,19 @@ def misfits(ttgir: str) -> int:
 
 
 def l2_bytes(kernel: str, tiles: dict[str, int], form: str, head_dim: int) -> float:
-    """A score in 16 bits: rows of the other operand that a tile reads, its bias, what it reads or writes of planes and
-    parts."""
+    """A score in 16 bits: rows of the other operand that a tile reads, its bias, what it reads or writes of planes."""
     own, group = tiles["BLOCK_N" if kernel in BY_KEYS else "BLOCK_M"], tiles.get("GROUP", 1)
     channels = 2 * NUM_CHANNELS / (H if kernel == "project_pass" else group)
     bias = {"none": 0, "dense": 2, "bucket": 1 / group, "projected": channels}[form]
-    if kernel in ("project_pass", "plane_pass"):
+    if kernel in ("project_pass", "learned_pass", "plane_pass"):
         return 2 + bias
     if kernel == "query_pass":
         return 2 + 2 * head_dim / own  # ds and k
-    if kernel == "learned_pass":
-        return 2 + bias
     if kernel in ("key_pass", "step_fwd") and form == "projected":
         bias = 2  # which is dense by then
     result = 2 * 2 * head_dim / own + bias
     if kernel == "key_pass":
         result += 2 * 4 / own + 2  # lse, delta; ds
-    if kernel == "one_pass":
-        result += 4 * head_dim / own + (2 if form == "dense" else 0)  # parts of dq; the gradient
     return result
 
 

@@ -102,14 +102,6 @@ def _keys(launch: Launch, case: Case) -> int:
     return case.N if segments is None else int(segments[:, 2].sum())
 
 
-def _touched(launch: Launch) -> tuple:
-    """Arguments without what a kernel is handed beside its own."""
-    if launch.kernel == "sum_parts":
-        _, n, dq, *_ = launch.arguments
-        return n.parts, dq
-    return launch.arguments
-
-
 def _tensors(arguments: Any) -> dict[int, int]:
     """Bytes behind each pointer."""
     if isinstance(arguments, torch.Tensor):
@@ -143,7 +135,7 @@ def kernel_row(launch: Launch, case: Case, rates: Rates) -> dict[str, Any]:
         seconds["tensor"] += n * programs * (sync / MMA_SYNC + warp_group) / rates.tensor
     from_l2 = l2_bytes(launch.kernel, launch.sizes, case.form, case.D) if loops else 0.0
     seconds["l2"] = from_l2 * case.elements * _keys(launch, case) / case.N / L2
-    seconds["hbm"] = sum(_tensors(_touched(launch)).values()) / rates.hbm
+    seconds["hbm"] = sum(_tensors(launch.arguments).values()) / rates.hbm
     return {
         "kernel": launch.kernel,
         "programs": programs,
@@ -185,7 +177,7 @@ def predict(case: Case, backward: bool) -> dict[str, Any]:
     rates = RATES[DEVICE]
     kernels = [kernel_row(launch, case, rates) for launch in launches(case, backward)]
     if backward and case.form in ("bucket", "projected"):  # torch sums what programs leave, and adds it
-        partials = sum(kernel["programs"] for kernel in kernels if kernel["kernel"] in ("one_pass", "learned_pass"))
+        partials = sum(kernel["programs"] for kernel in kernels if kernel["kernel"] == "learned_pass")
         moved = partials * 8 * NUM_BUCKETS * 4
         units = dict.fromkeys(kernels[0]["seconds"], 0.0) | {"hbm": moved / rates.hbm}
         kernels.append({"kernel": "sum of partials", "seconds": units})

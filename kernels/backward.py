@@ -32,11 +32,11 @@ from megagraph.kernels.tile import (
     load_lse,
     load_rows,
     loop,
-    plane_offsets,
     readable,
     row_products,
     scores,
     segment,
+    tile_ptrs,
     write_rows,
 )
 
@@ -52,14 +52,6 @@ def row_delta(d_out, out, d_lse_ptr, delta_ptr, num_rows, H, M, D: tl.constexpr,
     products = row_products(d_out, out, place, exists, D, BLOCK_D, delta_ptr.dtype.element_ty)
     delta = delta_of(products, d_lse_ptr, flat, exists)
     tl.store(delta_ptr + flat, delta, mask=exists)
-
-
-@triton.jit
-def tile_ptrs(x, planes, b, h, row, offs_m, place, offs_n):
-    """A tile of planes [B, H, M, .], pointers [BLOCK_M, BLOCK_N]."""
-    stride_b, stride_h, stride_m, stride_n = planes.strides
-    start = planes.ptr + b * stride_b + h * stride_h + row * stride_m + place * stride_n
-    return start + plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
 
 
 @triton.jit

@@ -205,13 +205,18 @@ def _launch_bwd(
     operands = operands_of(recorder, step, _table(recorder, step, q), *rows)
     blocks = _tiles("key", step, q)
     block_n = blocks["BLOCK_N"]
-    own = d_learned is not None and d_learned.shape[:2] == q.shape[:2] and d_learned.dtype == q.dtype
-    if d_learned is not None and step.form == "dense" and own:
+    if (
+        step.form == "dense"
+        and d_learned is not None
+        and (d_learned.shape[:2], d_learned.dtype) == (q.shape[:2], q.dtype)
+    ):
         places = tuple((key, column, length, column) for key, column, length in step.segments)
         pieces, ds = [places], d_learned
     else:
         pieces, ds = _pieces(recorder, q, step, block_n)
     B, H, M, D = q.shape
+    of_queries = tiles.choose_query(q.element_size(), D, M, block_n, _longest(step), tiles.architecture())
+    num_tiles = triton.cdiv(M, of_queries["BLOCK_M"])
     total = recorder.empty(B, H, M, D, dtype=gradients.lse.dtype) if len(pieces) > 1 else None
     partials = _partials(recorder, step, q, gradients, len(pieces))
     for i, piece in enumerate(pieces):
@@ -224,8 +229,6 @@ def _launch_bwd(
             scored, saved_of(gradients), strided(gradients.dk), strided(gradients.dv), strided(ds), key_tiles,
             PADDED=ds is not d_learned, ACCUMULATE=gradients.accumulate, **blocks,
         )  # fmt: skip
-        of_queries = tiles.choose_query(q.element_size(), D, M, block_n, _longest(step), tiles.architecture())
-        num_tiles = triton.cdiv(M, of_queries["BLOCK_M"])
         recorder.launch(
             backward.query_pass, B * num_tiles * H,
             x, strided(ds), strided(gradients.dq), total, num_tiles,

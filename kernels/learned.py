@@ -22,7 +22,13 @@ from megagraph.kernels.tile import add_dot, loop, readable, segment
 def one_hot(x, bucket, codes, WARPS: tl.constexpr, dtype: tl.constexpr):
     """[WARPS, ROWS, pairs of a warp]: 1 where the bucket of a pair of a tile is that of codes [1, ROWS, 1]."""
     PAIRS: tl.constexpr = bucket.shape[0] * bucket.shape[1] // WARPS
-    here, codes = tl.broadcast(tl.reshape(bucket.to(tl.int16) | x.CODE, [WARPS, 1, PAIRS]), codes)
+    return _equal_codes(x, tl.reshape(bucket.to(tl.int16) | x.CODE, [WARPS, 1, PAIRS]), codes, dtype)
+
+
+@triton.jit
+def _equal_codes(x, here, codes, dtype: tl.constexpr):
+    """1 where here [WARPS, 1, pairs of a warp] is of codes [1, ROWS, 1]."""
+    here, codes = tl.broadcast(here, codes)
     return equal(x, here, codes, dtype)
 
 
@@ -42,8 +48,7 @@ def _factor(
         stride_b, stride_m, stride_n = x.data.strides
         ptrs = (x.data.ptr + b * stride_b + row * stride_m + col * stride_n) + (offs_m * stride_m + offs_n * stride_n)
         bucket = tl.load(ptrs, mask=inside, other=0) if MASKED else tl.load(ptrs)
-        here, codes = tl.broadcast((bucket.to(tl.int16) | x.CODE)[:, None, :], codes)
-        return equal(x, here, codes, dtype)
+        return _equal_codes(x, (bucket.to(tl.int16) | x.CODE)[:, None, :], codes, dtype)
     else:
         stride_b, stride_c, stride_m, stride_n = x.data.strides
         offs_c = (tl.arange(0, ROWS) % x.NUM_CHANNELS).to(tl.int64)[None, :, None] * stride_c
@@ -73,11 +78,10 @@ def learned_pass(
     offs_m = tl.arange(0, WARPS)[:, None] * (BLOCK_M // WARPS) + (flat // BLOCK_N)[None, :]
     offs_n = (flat % BLOCK_N)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     exist = offs_m < x.M - row
-    near_m = tl.minimum(offs_m, x.M - 1 - row).to(tl.int32)
+    near_m = tl.minimum(offs_m, x.M - 1 - row).to(x.OFFSETS)
     stride_b, stride_h, stride_m, stride_n = ds.strides
     of_heads = heads[None, None, :] * stride_h
-    offs_m = near_m.to(x.OFFSETS)
-    of_pairs = (offs_m * stride_m + offs_n * stride_n)[:, :, None]
+    of_pairs = (near_m * stride_m + offs_n * stride_n)[:, :, None]
     codes = None
     if x.FORM == "bucket":
         # loaded, not computed: only of a load does the compiler move the change of layout out of the loop
@@ -90,10 +94,9 @@ def learned_pass(
             for start in loop(whole if MASKED else 0, length if MASKED else whole, BLOCK_N):
                 inside = exist & (offs_n < length - start) if MASKED else exist
                 here = ds.ptr + b * stride_b + row * stride_m + (place + start) * stride_n
-                values = tl.load(here + (of_heads + of_pairs), mask=exist[:, :, None], other=0.0)
-                values = readable(values)
+                values = readable(tl.load(here + (of_heads + of_pairs), mask=exist[:, :, None], other=0.0))
                 col = column_start + start
-                factor = _factor(x, b, row, col, offs_m, offs_n, inside, codes, ROWS, values.dtype, MASKED)
+                factor = _factor(x, b, row, col, near_m, offs_n, inside, codes, ROWS, values.dtype, MASKED)
                 sums = add_dot(sums, factor, values)
     offs_sums = tl.arange(0, ROWS)[:, None] + tl.arange(0, GROUP)[None, :] * ROWS
     tl.store(partials + (first_program + pid) * (ROWS * GROUP) + offs_sums, tl.sum(sums, axis=0))

@@ -17,7 +17,7 @@ from megagraph.kernels.tile import (
     load_plane,
     loop,
     masked_pairs,
-    plane_offsets,
+    tile_ptrs,
 )
 
 
@@ -40,12 +40,10 @@ def project_pass(x, planes, key_tiles, num_tiles, BLOCK_M: tl.constexpr, BLOCK_N
 
 @triton.jit
 def _project_tile(x, planes, b, row, offs_m, keys, offs_n, MASKED: tl.constexpr):
+    """The bias of all heads at one tile; rows beyond M repeat the last one, and are not written."""
     near_m = tl.minimum(offs_m, x.M - 1 - row).to(tl.int32)
-    exists = (offs_m < x.M - row)[:, None] & (offs_n < keys.left)[None, :]
     rows = (offs_m < x.M - row)[:, None]
-    stride_b, stride_h, stride_m, stride_n = planes.strides
-    start = planes.ptr + b * stride_b + row * stride_m + keys.place * stride_n
-    offsets = plane_offsets(x, stride_m, stride_n, near_m, offs_n)
+    exists = rows & (offs_n < keys.left)[None, :]
     data_b, data_c, data_m, data_n = x.data.strides
     weight_h, weight_c = x.learned.strides
     queries = Queries(b, None, row, near_m, None, None)
@@ -60,4 +58,5 @@ def _project_tile(x, planes, b, row, offs_m, keys, offs_n, MASKED: tl.constexpr)
             bias += tl.load(x.learned.ptr + h * weight_h + c * weight_c).to(x.ACC_DTYPE) * channel
         if x.bias_mask is not None:
             bias = tl.where(hidden == 0, bias, -float("inf"))
-        tl.store(start + h * stride_h + offsets, bias, mask=exists if MASKED else rows)
+        ptrs = tile_ptrs(x, planes, b, h, row, near_m, keys.place, offs_n)
+        tl.store(ptrs, bias, mask=exists if MASKED else rows)

@@ -319,6 +319,14 @@ def load_plane(x, plane, queries, col, offs_n, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
+def tile_ptrs(x, planes, b, h, row, offs_m, place, offs_n):
+    """A tile of planes [B, H, M, .], pointers [BLOCK_M, BLOCK_N]."""
+    stride_b, stride_h, stride_m, stride_n = planes.strides
+    start = planes.ptr + b * stride_b + h * stride_h + row * stride_m + place * stride_n
+    return start + plane_offsets(x, stride_m, stride_n, offs_m, offs_n)
+
+
+@triton.jit
 def _load_pairs(x, ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
     """bf16 plane [row + offs_m, col + arange(BLOCK_N)] as fp32, read as 32-bit pairs.
 
@@ -335,7 +343,7 @@ def _load_pairs(x, ptr, stride_m, row, offs_m, col, BLOCK_N: tl.constexpr):
 @triton.jit
 def load_values(x, plane, queries, col, offs_n, inside, MASKED: tl.constexpr):
     """A plane of values in the dtype of the scores."""
-    # of narrow tiles Triton 3.6 and 3.7 compile products with p and ds wrongly, where these come from pairs and from a
+    # of narrow tiles Triton 3.6 compiles products with p and ds wrongly, where these come from pairs and from a
     # padding: their operands are laid out for 32 numbers, of which a product of 16 then takes every other four twice
     if x.PAIRED and not MASKED and queries.offs.shape[0] >= 32 and offs_n.shape[0] >= 32:
         return _load_pairs(x, plane.ptr, plane.strides[0], queries.row, queries.offs, col, offs_n.shape[0])

@@ -25,7 +25,7 @@ class Variant(NamedTuple):
     aligned: bool = True  # segments begin at multiples of 16 columns and the rows of the bias hold such a multiple
     rows_first: bool = True  # memory of q, k, v is [B, N, H, D], as projections leave it; else [B, H, N, D]
     plane: str = "own"  # dense backward: every head has a plane of its own, or "shared" by all
-    # or "short", several heads of a short sequence to a program, step and aligned are ignored then; or "listed" pairs,
+    # or "short", sequences of 32 nodes, whose tiles are others, step and aligned are ignored then; or "listed" pairs,
     # at the step "only" all columns in one segment
     path: str = "long"
     learned_grad: bool = True  # backward: the gradient of the learned part of the bias is wanted

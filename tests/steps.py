@@ -17,9 +17,7 @@ def one_step(N):
     return [(torch.arange(N, device=DEVICE), [(0, 0, N)])]
 
 
-def run_steps(
-    problem: Problem, steps=None, row_ids=None, learned_grad=True, name="triton", short=False
-) -> dict[str, Tensor]:
+def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, name="triton") -> dict[str, Tensor]:
     """out, lse and gradients; steps: (global columns of the visiting keys, segments) each."""
     q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
     D = q.shape[3]
@@ -28,7 +26,7 @@ def run_steps(
     engine = ENGINES[name]
     step = Step(
         engine=name,
-        short=short,
+        short=False,
         form="none" if bias is None else bias.form,
         data=None if bias is None else bias.data,
         learned=None if bias is None else bias.learned,

@@ -21,7 +21,7 @@ def problem_of(variant: Variant) -> Problem:
     N = 80 if variant.aligned else 79
     head_dim = variant.head_dim if variant.path == "long" else min(variant.head_dim, 16)
     planes = None
-    if variant.plane == "shared" and (variant.form, variant.path) != ("dense", "short"):
+    if variant.plane == "shared":
         planes = (1, 1) if variant.form == "dense" else (1, 3)
     problem = make_problem(
         variant.form,
