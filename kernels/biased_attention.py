@@ -218,7 +218,7 @@ def _launch_bwd(
     of_queries = tiles.choose_query(q.element_size(), D, M, block_n, _longest(step), tiles.architecture())
     num_tiles = triton.cdiv(M, of_queries["BLOCK_M"])
     total = recorder.empty(B, H, M, D, dtype=gradients.lse.dtype) if len(pieces) > 1 else None
-    partials = _partials(recorder, step, q, gradients, len(pieces))
+    partials = _partials(recorder, step, q, gradients, len(pieces), block_n)
     for i, piece in enumerate(pieces):
         x = scored = on(recorder, piece, operands, k.shape[2])
         if step.form == "projected":
@@ -241,27 +241,33 @@ def _launch_bwd(
     return partials
 
 
-def _partials(recorder: Recorder, step: Step, q: Tensor, gradients: Gradients, pieces: int) -> Tensor | None:
+def _learned_tiles(step: Step, q: Tensor, num_rows: int, block_n: int) -> dict[str, int]:
+    loaded = num_rows if step.form == "projected" else 0
+    return tiles.choose_learned(q.shape[1], q.element_size(), loaded, block_n, _longest(step), tiles.architecture())
+
+
+def _partials(
+    recorder: Recorder, step: Step, q: Tensor, gradients: Gradients, pieces: int, block_n: int
+) -> Tensor | None:
     """Of the gradient of a table or a projection, [pieces * B, tiles, groups, GROUP, entries or channels]."""
     if gradients.d_learned is None or step.form == "dense":
         return None
     B, H, M, _ = q.shape
-    blocks = tiles.choose_learned(H, q.element_size(), _longest(step))
-    num_tiles, groups = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(H, blocks["GROUP"])
     num_rows = max(16, triton.next_power_of_2(gradients.d_learned.shape[1]))
+    blocks = _learned_tiles(step, q, num_rows, block_n)
+    num_tiles, groups = triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(H, blocks["GROUP"])
     return recorder.empty(pieces * B, num_tiles, groups, blocks["GROUP"], num_rows, dtype=gradients.lse.dtype)
 
 
 def _learned_pass(
     recorder: Recorder, x: Operands, step: Step, q: Tensor, ds: Tensor, partials: Tensor, piece: int, block_n: int
 ) -> None:
-    blocks = tiles.choose_learned(q.shape[1], q.element_size(), _longest(step))
     _, num_tiles, groups, _, num_rows = partials.shape
-    programs = q.shape[0] * num_tiles * groups
+    blocks, programs = _learned_tiles(step, q, num_rows, block_n), q.shape[0] * num_tiles * groups
     recorder.launch(
         learned_pass, programs,
         x, strided(ds), partials, piece * programs, num_tiles,
-        BLOCK_N=block_n, ROWS=num_rows, WARPS=blocks["num_warps"], **blocks,
+        ROWS=num_rows, WARPS=blocks["num_warps"], **blocks,
     )  # fmt: skip
 
 

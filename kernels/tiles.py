@@ -110,17 +110,24 @@ def choose_query(itemsize: int, D: int, M: int, block_n: int, N: int, arch: str)
     block_m, block_n, warps = (64, min(64, block_n), 4) if itemsize == 2 else (32, min(32, block_n), 8)
     if block_m > M:
         block_m, warps = max(16, triton.next_power_of_2(M)), 1
-    stage = itemsize * block_n * (block_m + max(16, triton.next_power_of_2(D)))
-    stages = max(1, min(3 if itemsize == 2 else 1, SHARED_LIMIT.get(arch, 65_536) // stage, N // block_n))
+    row = block_m + max(16, triton.next_power_of_2(D))
+    stages = min(_stages(itemsize, block_n * row, arch), max(1, N // block_n))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_learned(H: int, itemsize: int, N: int) -> dict[str, int]:
-    """Tiles of ``learned_pass``; up to eight heads share an index, a one-hot matrix or channels."""
-    group, stages = (8, 3) if itemsize == 2 and N > SHORT else (8 if itemsize == 2 else 2, 1)
+def choose_learned(H: int, itemsize: int, rows: int, block_n: int, N: int, arch: str) -> dict[str, int]:
+    """Tiles of ``learned_pass``; up to eight heads share an index, a one-hot matrix or channels. rows: of channels that
+    are loaded for each pair, 0 for a table."""
+    group, block_m, block_n = heads_of_program(H, itemsize), 16, min(64, block_n)
+    stages = _stages(itemsize, block_m * block_n * (group + rows), arch) if N > SHORT else 1
     warps = 1 if N <= 32 else 4
-    return {"GROUP": min(group, triton.next_power_of_2(H)), "BLOCK_M": 16, "num_warps": warps, "num_stages": stages}
+    return {"GROUP": group, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+def _stages(itemsize: int, numbers: int, arch: str) -> int:
+    """Of a loop that loads so many a time: up to three that fit in shared memory. fp32 is read in registers."""
+    return max(1, min(3, SHARED_LIMIT.get(arch, 65_536) // (itemsize * numbers))) if itemsize == 2 else 1
 
 
 @functools.lru_cache(maxsize=1024)

@@ -57,8 +57,12 @@ def test_loads_ahead_fit_in_shared_memory():
     assert tiles.choose_query(2, 256, 8192, 64, 8192, "sm_86")["num_stages"] == 2
     assert tiles.choose_query(2, 256, 8192, 64, 100, "sm_90")["num_stages"] == 1  # there is one tile
     assert tiles.choose_query(2, 8, 20, 64, 8192, "sm_90")["BLOCK_M"] == 32
-    assert [tiles.choose_learned(H, 2, N)["num_warps"] for H, N in ((8, 32), (8, 144))] == [1, 4]
-    assert [tiles.choose_learned(H, 2, 8192)["GROUP"] for H in (1, 3, 32)] == [1, 4, 8]
+    assert [tiles.choose_learned(8, 2, 0, 64, N, "sm_90")["num_warps"] for N in (32, 144)] == [1, 4]
+    assert [tiles.choose_learned(H, 2, 0, 64, 8192, "sm_90")["GROUP"] for H in (1, 3, 32)] == [1, 4, 8]
+    for arch, stages in (("sm_90", 3), ("sm_80", 3), ("sm_86", 2), ("gfx942", 1)):  # channels beside ds
+        assert tiles.choose_learned(8, 2, 16, 128, 8192, arch) == dict(
+            GROUP=8, BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=stages
+        )
 
 
 def test_short_forward_takes_fewer_warps_and_stages():
