@@ -135,9 +135,9 @@ def _votes(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nodes [n] and softmax [n, classes] of every batch, from the ranks that have the last stage."""
     pipeline.train(False)
-    for batch in loader.epoch(0):
+    for batch in pipeline.receive(loader.epoch(0)):
         between()
-        batch = change(pipeline.receive(batch))
+        batch = change(batch)
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0

@@ -17,29 +17,45 @@ from megagraph.planner.rows import check_rows
 from megagraph.run import Run
 
 
-def plot_timeline(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
+def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = None, out: Path | None = None) -> Job:
     """Draw what every rank did in the steps that --trace recorded, and say how long its stages waited.
 
     Args:
         run: run folder of ``megagraph train --trace``.
+        cost: file of ``megagraph fit``, of a profile with the run's flags; its prediction is drawn below.
         out: image to write; default RUN/timeline.png.
     """
 
     def job() -> None:
         from megagraph import plots, timeline
+        from megagraph.planner import on_paper
 
         path = run / "timeline.png" if out is None else out
         opened = Run.of(run)
         plan, spans = opened.config.parallel_plan(), timeline.read(run / "trace", opened.id)
         if (ranks := sorted({span.rank for span in spans})) != [*range(plan.world_size)]:
             raise ValueError(f"expected traces of the ranks 0..{plan.world_size - 1} in {run / 'trace'}, got {ranks}")
-        plots.timeline(spans, path)
+        predicted = None
+        if cost is not None:
+            fitted = CostModel.load(cost)
+            model, workload = fitted.profiled()
+            for name in ("layers", "dim", "ffn_dim", "heads"):
+                if (profiled := getattr(model, name)) != (own := getattr(opened.config, name)):
+                    raise ValueError(f"{cost} was fitted for {name} = {profiled}, and {run} has {own}; profile it anew")
+            predicted = on_paper.spans(fitted, model, plan, workload)
+        plots.timeline(spans, path, predicted)
         print(path)
+        if predicted is not None:
+            print(
+                f"a step of {workload.batch_sequences} sequences: {timeline.step_seconds(spans):.4g} s, "
+                f"predicted {timeline.step_seconds(predicted):.4g} s"
+            )
         if plan.pp > 1:
             measured, theory = timeline.measured_bubble(spans), timeline.bubble_in_theory(plan)
+            said = "" if predicted is None else f", predicted {timeline.measured_bubble(predicted):.1%}"
             print(
                 f"bubble of {plan.schedule}, {plan.pp} ranks x {plan.stages_per_rank} stages, "
-                f"{plan.num_microbatches} micro-batches: measured {measured:.1%}, in theory {theory:.1%}"
+                f"{plan.num_microbatches} micro-batches: measured {measured:.1%}{said}, in theory {theory:.1%}"
             )
 
     return Job(job)

@@ -113,6 +113,8 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         predicted = [predict_peak(fitted, row) for row in unseen]
         measured = [row["peak_bytes"] for row in unseen]
         held_out |= {"memory_mape": mape(predicted, measured), "memory_r2": r_squared(predicted, measured)}
+    if checked[0].get("device_type") == "cuda":
+        memory["batches"] = 2.0  # the next one is copied there while one is used
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
     origin: dict[str, str] = {
         name: str(checked[0][name])
