@@ -156,7 +156,7 @@ AUDITED = (
     Mutant(
         "features of the first stage are free",
         "megagraph/planner/memory.py",
-        "    boundary[0] += work.batch_sequences * feature_bytes(work.feature_rows, config.in_features, work.codes)\n",
+        "    boundary[0] += _batches(rates, work) * work.batch_sequences * features\n",
         "",
     ),
     Mutant(
