@@ -12,7 +12,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=find_packages(include=["megagraph*"]),  # megagraph/kernels is a link to kernels/
-    package_data={"megagraph": ["py.typed"], "megagraph.kernels": ["tiles.json"]},
+    package_data={
+        "megagraph": ["py.typed", "*.pyi"],
+        "megagraph.planner": ["*.pyi"],
+        "megagraph.kernels": ["tiles.json"],
+    },
     entry_points={"console_scripts": ["megagraph = megagraph.cli:main"]},
     install_requires=[
         "torch>=2.11,<2.14",
@@ -20,6 +24,7 @@ setup(
         "numpy>=1.26",
         "scipy>=1.11",
         "numba>=0.61",
+        "lazy_loader>=0.4",
         "torch_geometric>=2.7",
         "pymetis>=2023.1",
         "psutil>=5.9",

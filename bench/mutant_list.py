@@ -145,7 +145,7 @@ AUDITED = (
         "_behind(visit, hop_of_gradients)",
     ),
     Mutant(
-        "no headroom", "megagraph/planner/search.py", "self.limits = limits * (1 - HEADROOM)", "self.limits = limits"
+        "no headroom", "megagraph/planner/searching.py", "self.limits = limits * (1 - HEADROOM)", "self.limits = limits"
     ),
     Mutant(
         "all-reduce over dp alone",

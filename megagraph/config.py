@@ -9,9 +9,7 @@ import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from megagraph import files, flags
 from megagraph.data.options import Batching, BatchOptions, Scope
@@ -19,7 +17,11 @@ from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Across, Plan, ScheduleName
 from megagraph.planner.workload import Precision
 
+if TYPE_CHECKING:
+    import torch  # takes longer to import than to say what a flag means
+
 AUTO = Path("auto")
+Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "samples"]  # that a model may do without
 # how the processes share the work, which the numbers do not depend on
 LAYOUT_FIELDS = (
     "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
@@ -349,7 +351,7 @@ class TrainConfig:
     @property
     def batch_options(self) -> BatchOptions:
         """The batches to train on."""
-        channel_dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        channel_dtype = "bf16" if self.dtype == "bf16" else "fp32"
         return BatchOptions(**self._fields_of(BatchOptions, bias=self.bias_form, channel_dtype=channel_dtype))
 
     def _fields_of(self, kind: type[BatchOptions] | type[ModelConfig], **given: Any) -> dict[str, Any]:
@@ -364,6 +366,8 @@ class TrainConfig:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
+        import torch
+
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
     def torch_device(self) -> torch.device:
@@ -372,6 +376,8 @@ class TrainConfig:
         Raises:
             ValueError: there is no such device.
         """
+        import torch
+
         if self.device == "auto" and not torch.cuda.is_available():
             return torch.device("cpu")
         if self.device == "auto" or (self.device == "cuda" and torch.cuda.is_available()):

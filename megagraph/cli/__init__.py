@@ -15,24 +15,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import torch.distributed as dist
 import tyro
 
-from megagraph import __version__, ablation
+from megagraph import __version__
 from megagraph.cli.data import data
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot
-from megagraph.config import AUTO, TrainConfig
-from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
-from megagraph.parallel.mesh import on_every_rank, process_group, rank
-from megagraph.run import Run
+from megagraph.config import AUTO, Part, TrainConfig
+
+# what a command needs is imported by its job: to say what a flag means takes less time than to import torch
 
 
 def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
     """Train a model on a graph and leave a run folder; prints the summary as JSON."""
 
     def job() -> None:
+        from megagraph.parallel.mesh import rank
         from megagraph.train import Trainer
 
         summary = Trainer(config).fit()
@@ -68,7 +67,7 @@ def predict(
 def evaluate(
     run: tyro.conf.Positional[Path],
     /,
-    ablate: tuple[ablation.Part, ...] = (),
+    ablate: tuple[Part, ...] = (),
     changes: tyro.conf.OmitArgPrefixes[Changes] = Changes(),
 ) -> Job:
     """Print the accuracy of a run on the validation and test nodes of its split, and what its parts are worth.
@@ -81,6 +80,8 @@ def evaluate(
     """
 
     def job() -> None:
+        from megagraph import ablation
+
         results = ablation.evaluate(run, ablate=ablate, **changes.given())
         print(json.dumps(results, indent=2))
 
@@ -98,6 +99,8 @@ def _defaults() -> TrainConfig:
     folder = given.out if given.resume == AUTO else given.resume
     if folder is None or (given.resume == AUTO and not (folder / "config.json").is_file()):
         return TrainConfig()
+    from megagraph.run import Run
+
     return replace(Run.to_resume(folder, new_plan=given.plan is not None), resume=given.resume)
 
 
@@ -138,6 +141,8 @@ def main() -> None:
         print(f"megagraph: interrupted{go_on}", file=sys.stderr, flush=True)
         _end(130)
     except BaseException as error:
+        from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
+
         named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError, MemoryError)
         short = isinstance(error, named) or is_of_a_peer(error) or is_out_of_memory(error)
         message = f"megagraph: error: {error}" if short else traceback.format_exc()
@@ -146,7 +151,8 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    if dist.is_initialized():
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
         os._exit(code)  # an orderly exit would wait for ranks that may be waiting for this one
     raise SystemExit(code)
 
@@ -155,7 +161,10 @@ def _run() -> None:
     try:
         job, error = _parse(), None
     except Exception as caught:
+        if "WORLD_SIZE" not in os.environ:  # nobody else is to know
+            raise
         job, error = Job(lambda: None), caught
+    from megagraph.parallel.mesh import on_every_rank, process_group
 
     def agree() -> None:
         if error is not None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
-from megagraph.planner.cluster import Cluster
-from megagraph.planner.cost import CostModel
 from megagraph.planner.plan import Plan
-from megagraph.planner.rows import check_rows
-from megagraph.run import Run
 
 
 def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = None, out: Path | None = None) -> Job:
@@ -29,6 +24,8 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
     def job() -> None:
         from megagraph import plots, timeline
         from megagraph.planner import on_paper
+        from megagraph.planner.cost import CostModel
+        from megagraph.run import Run
 
         path = run / "timeline.png" if out is None else out
         opened = Run.of(run)
@@ -70,8 +67,11 @@ def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) ->
     """
 
     def job() -> None:
+        import numpy as np
+
         from megagraph import plots
         from megagraph.data.start import bias_labels
+        from megagraph.run import Run
 
         opened = Run.open(run)
         path = run / "bias.png" if out is None else out
@@ -102,6 +102,7 @@ def plot_attention(
     def job() -> None:
         from megagraph import plots
         from megagraph.focus import attention_focus
+        from megagraph.run import Run
 
         path = run / "attention.png" if out is None else out
         Run.open(run).check_output(path)
@@ -125,6 +126,8 @@ def plot_costmodel(
 
     def job() -> None:
         from megagraph.planner import plots
+        from megagraph.planner.cost import CostModel
+        from megagraph.planner.rows import check_rows
 
         plots.costmodel(CostModel.load(cost), check_rows(read_rows(rows)), out)
         print(out)
@@ -172,6 +175,7 @@ def plot_scaling(
 
     def job() -> None:
         from megagraph.planner import plots
+        from megagraph.planner.cluster import Cluster
         from megagraph.planner.scaling import default_sizes, scaling
 
         given = Cluster.load(cluster)
@@ -204,6 +208,7 @@ def plot_stages(
 
     def job() -> None:
         from megagraph.planner import plots
+        from megagraph.planner.cost import CostModel
 
         fitted = CostModel.load(cost)
         model, workload = fitted.profiled()

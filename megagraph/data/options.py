@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
-
-import torch
 
 SEQUENCE_ALIGNMENT = 128
 MOST_BUCKETS = 255
@@ -47,7 +47,7 @@ class BatchOptions:
     channels: int = 6
     power_scope: Scope = "auto"
     power_gib: float = 4.0
-    channel_dtype: torch.dtype = torch.float32
+    channel_dtype: Literal["fp32", "bf16"] = "fp32"
     max_distance: int = 5
     global_tokens: int = 1
     propagate: int = 0
@@ -113,3 +113,9 @@ class BatchOptions:
         if self.super_nodes is not None:
             return self.super_nodes
         return self.global_tokens + 1 if self.batching == "ego" else _CLUSTER_SUPER_NODES
+
+
+def deal(number: int, weights: Sequence[int]) -> list[int]:
+    """Where so many sequences in a row are cut, 0 and the end among it, to leave parts of these weights."""
+    ends = list(accumulate(weights))
+    return [0, *(number * end // ends[-1] for end in ends)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megagraph import files
-from megagraph.data.batch import deal
+from megagraph.data.options import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
