@@ -1,4 +1,5 @@
 from . import planner as planner
+from . import transforms as transforms
 from .attention.bias import BucketBias as BucketBias
 from .attention.bias import DenseBias as DenseBias
 from .attention.bias import ProjectedBias as ProjectedBias
@@ -8,6 +9,7 @@ from .attention.layout import NodeLayout as NodeLayout
 from .attention.module import BiasedRingAttention as BiasedRingAttention
 from .attention.multihead import MultiheadAttention as MultiheadAttention
 from .attention.operator import biased_attention as biased_attention
+from .attention.sums import add_biases as add_biases
 from .config import TrainConfig as TrainConfig
 from .data.graph import Graph as Graph
 from .evaluate import predict as predict
