@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import megagraph as mg
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
-from megagraph.evaluate import choose_split, roc_auc
+from megagraph.evaluate import choose_split
+from megagraph.objective import roc_auc
 
 SMALL = dict(layers=1, dim=8, ffn_dim=8, heads=2, samples=1, sample_nodes=4, channels=2, epochs=6, batch_size=32)
 

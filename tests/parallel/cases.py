@@ -25,8 +25,9 @@ from megagraph.data.batch import Batch, Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
-from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, own_share, train_step
+from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
+from megagraph.objective import loss_sum
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
