@@ -10,8 +10,8 @@ import tyro
 from megagraph.cli.job import Job
 from megagraph.data.datasets import load_graph
 from megagraph.data.generate import generate
+from megagraph.data.graph import Graph
 from megagraph.data.header import describe
-from megagraph.data.names import Names
 from megagraph.data.store import FeatureForm, open_store, verify_store, write_store
 from megagraph.data.tables import Tables, read_tables, write_tables
 
@@ -43,7 +43,7 @@ def import_data(
 
     def job() -> None:
         if dataset is None:
-            graph = read_tables(tables, None if like is None else _names_of(like))
+            graph = read_tables(tables, None if like is None else _from_tables(like))
         else:
             graph = load_graph(dataset, root)
         write_store(graph, out, features)
@@ -52,11 +52,11 @@ def import_data(
     return Job(job)
 
 
-def _names_of(folder: Path) -> Names:
-    names = open_store(folder).names
-    if names is None:
+def _from_tables(folder: Path) -> Graph:
+    graph = open_store(folder)
+    if graph.names is None:
         raise ValueError(f"expected a store that was made from tables, got {folder}, which has no names of columns")
-    return names
+    return graph
 
 
 def export_data(dataset: tyro.conf.Positional[str], /, *, out: Path, root: Path | None = None) -> Job:
