@@ -162,22 +162,18 @@ def describe(folder: Path | str) -> str:
     header = read_header(folder)
     arrays = header["arrays"]
     form = np.dtype(arrays["features"]["dtype"]).name if "features" in arrays else "sparse"
+    classes = "labels, several a node" if len(arrays["labels"]["shape"]) == 2 else "classes"
     lines = [
         f"{header['name']}: {arrays['labels']['shape'][0]:,} nodes, {arrays['indices']['shape'][0] // 2:,} undirected "
-        f"edges, {header['in_features']} features ({form}), {header['num_classes']} {_classes(header)}, "
+        f"edges, {header['in_features']} features ({form}), {header['num_classes']} {classes}, "
         f"{'a split of its own' if 'train' in arrays else 'no split of its own'}",
         f"{folder}: {sum(map(num_bytes, arrays.values())) / 2**30:.2f} GiB in {len(arrays)} files",
     ]
     if "names" in header:
         names = names_in(header, Path(folder))
         shown = (f"{c.name} ({'number' if c.kind == 'number' else f'{len(c.values)} words'})" for c in names.columns)
-        lines += [f"{_classes(header)}: {_list(names.classes)}", f"columns: {_list(shown)}"]
+        lines += [f"{classes.split(',')[0]}: {_list(names.classes)}", f"columns: {_list(shown)}"]
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in header["notes"].items())])
-
-
-def _classes(header: dict[str, Any]) -> str:
-    """What they are called."""
-    return "labels, several a node" if len(header["arrays"]["labels"]["shape"]) == 2 else "classes"
 
 
 def _list(names: Iterable[str]) -> str:

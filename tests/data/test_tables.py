@@ -147,7 +147,7 @@ def test_several_columns_are_several_labels(tmp_path):
     assert_same(stored, graph)
     said = describe(tmp_path / "store")
     assert "1 features (float32), 3 labels, several a node, no split" in said
-    assert "\nlabels, several a node: a, b, b c\n" in said
+    assert "\nlabels: a, b, b c\n" in said
     nodes, edges = write_tables(stored, tmp_path / "tables")
     assert nodes.read_text().splitlines()[0] == "id,label:a,label:b,label:b c,x0"
     again = read_tables(Tables(nodes=nodes, edges=edges))  # no flags: columns that are called label:NAME
