@@ -133,6 +133,10 @@ def test_weights_and_numbers_to_predict_are_refused_and_nothing_is_written(folde
     for changes, message in (
         (["--edges", "weighted.csv", "--label", *NAMES], "take them away, or drop the weakest edges"),
         (["--edges", "edges.csv", "--label", "x0", "x1"], r"\(regression\) are not supported, cut them into classes"),
+        (
+            ["--edges", "edges.csv", "--label", "wet", "--label", "cold"],
+            "expected --label once, with all of its columns",
+        ),
         (["--edges", "edges.csv", "--label", "x0"], "regression is not supported; cut them into classes"),
     ):
         monkeypatch.setattr(
