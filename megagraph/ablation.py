@@ -16,8 +16,9 @@ from torch import Tensor
 from megagraph.config import Part
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
-from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, measures, open_run
+from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
 from megagraph.models.transformer import is_bias
+from megagraph.objective import measures, predicted
 from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.mesh import on_rank_zero
 from megagraph.parallel.pipeline import Pipeline
@@ -27,7 +28,7 @@ from megagraph.parallel.replicate import gather_tensors
 def evaluate(
     run: Path | str, data: Any = None, ablate: Sequence[Part] = (), **changes: Any
 ) -> dict[str, dict[str, float]]:
-    """Accuracy of a run's weights on the validation and test nodes of its split, whole and without each of some parts.
+    """How good a run's weights are on the validation and test nodes of its split, whole and without each of some parts.
 
     bias, initial: the learned part of the attention bias is zero, or as it was before training. features: those of all
     nodes and super nodes are zero. super_nodes, global_token: nobody attends to super nodes, or to global tokens.
@@ -39,7 +40,9 @@ def evaluate(
 
     Returns:
         "whole" and each part: val_accuracy, test_accuracy, for two classes val_roc_auc and test_roc_auc, and, of a
-        part, changed_classes: the share of these nodes whose most probable class is another one without it.
+        part, changed_classes: the share of these nodes whose most probable class is another one without it. Of several
+        labels a node micro_f1, macro_f1, average_precision and roc_auc in place of these, and changed_labels: the share
+        of the labels of these nodes that are given with it and not without, or the other way round.
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
@@ -58,6 +61,9 @@ def evaluate(
         raise ValueError(f"the run {run} cannot be evaluated without {refused[0]!r}: {missing[refused[0]]}")
     split = choose_split(graph, config)
     nodes = np.concatenate([split.val, split.test])
+    kinds = [f"{x.num_classes} labels, several a node" if x.multi_label else "one class a node" for x in (model, graph)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"the model was trained on {kinds[0]}, got a graph with {kinds[1]}")
     builder = batches(config, graph)
     loader = make_loader(config, builder, nodes)
     whole = class_probabilities(opened.pipeline, loader)
@@ -75,8 +81,9 @@ def evaluate(
         else:
             with _without(opened.pipeline, part) as change:
                 probabilities = class_probabilities(opened.pipeline, loader, change=change)
-        changed = (probabilities.argmax(axis=1) != whole.argmax(axis=1))[nodes]
-        results[part] = measured(probabilities) | {"changed_classes": float(changed.mean())}
+        others, own = (predicted(p[nodes], multi_label=model.multi_label) for p in (probabilities, whole))
+        changed = "changed_labels" if model.multi_label else "changed_classes"
+        results[part] = measured(probabilities) | {changed: float((others != own).mean())}
     return results
 
 
@@ -85,7 +92,8 @@ class BiasEffect:
     """What the learned part of the attention bias does in a model.
 
     Args:
-        bias_changed_classes: share of nodes whose most probable class is another one where it is zero.
+        bias_changed_classes: share of nodes whose most probable class, or of their labels that, are others where it is
+            zero.
         bias_correlation: with what it was before training, over all layers, heads and channels or buckets; ``None``
             where one of the two is constant, or was random.
         bias_norm, bias_start_norm: root mean square of it, now and before training.
@@ -107,14 +115,15 @@ def bias_effect(
     """The effect on ``nodes``, which the loader reads out; the same on every rank. Collective.
 
     Args:
-        classes: as ``class_probabilities`` of the loader has them, int64 [V]; ``None``: they are found out.
+        classes: as ``class_probabilities`` of the loader has them, ``predicted``; ``None``: they are found out.
         between: called before every batch, on every rank.
     """
     learned = gather_tensors(biases(pipeline), pipeline.mesh)
+    several = pipeline.config.multi_label
     if classes is None:
-        classes = class_probabilities(pipeline, loader, between).argmax(axis=1)
+        classes = predicted(class_probabilities(pipeline, loader, between), multi_label=several)
     with _without(pipeline, "bias"):
-        without = class_probabilities(pipeline, loader, between).argmax(axis=1)
+        without = predicted(class_probabilities(pipeline, loader, between), multi_label=several)
     changed = float((without != classes)[nodes].mean())
 
     def compare() -> BiasEffect:

@@ -61,7 +61,10 @@ def measure(
         **_listed(builder),
     )
     model = config.model_config(
-        in_features=builder.graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size
+        in_features=builder.graph.in_features,
+        num_classes=graph.num_classes,
+        multi_label=graph.multi_label,
+        bias_size=builder.structure.size,
     )
     stream = (batch for epoch in range(9) for batch in loader.epoch(epoch))  # an epoch may be one batch
     return on_every_rank(

@@ -145,8 +145,9 @@ class TrainConfig:
     """Rate of the learned part of a bias, as a multiple of the learning rate; it has no weight decay. 0: it stays."""
     clip_norm: float = 1.0
     """Largest global norm of the gradients."""
-    metric: Literal["accuracy", "roc_auc"] = "accuracy"
-    """By which of the two on the validation nodes the best epoch is chosen; roc_auc is for two classes."""
+    metric: Literal["auto", "accuracy", "roc_auc", "micro_f1", "macro_f1", "average_precision"] = "auto"
+    """By what on the validation nodes the best epoch is chosen: accuracy or, for two classes, roc_auc; of several
+    labels a node micro_f1, macro_f1, average_precision or roc_auc. auto: the first."""
     seed: int = 0
     dtype: Precision = "fp32"
     """bf16: mixed precision, weights stay in fp32."""
@@ -338,13 +339,15 @@ class TrainConfig:
         *,
         in_features: int,
         num_classes: int,
+        multi_label: bool = False,
         bias_size: int,
         bias_unit: tuple[float, ...] = (),
         bias_start: tuple[float, ...] = (),
         graph_checksum: int = 0,
     ) -> ModelConfig:
         """The model to train on data of which the arguments say this."""
-        data = {"in_features": in_features, "num_classes": num_classes, "graph_checksum": graph_checksum}
+        data = {"in_features": in_features, "num_classes": num_classes, "multi_label": multi_label}
+        data["graph_checksum"] = graph_checksum
         bias = {"bias": self.bias_form, "bias_size": bias_size, "bias_unit": bias_unit, "bias_start": bias_start}
         return ModelConfig(**self._fields_of(ModelConfig, **data, **bias))
 

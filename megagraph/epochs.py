@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 from tqdm import tqdm
@@ -26,12 +26,9 @@ from megagraph.data.batch import Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.data.loader import Loader
-from megagraph.evaluate import (
-    class_probabilities,
-    make_loader,
-    measures,
-)
+from megagraph.evaluate import class_probabilities, make_loader
 from megagraph.models.transformer import GraphTransformer, is_bias
+from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
@@ -153,6 +150,7 @@ class Epochs:
         stop: Stop,
     ) -> None:
         self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
+        self.metric = choose_metric(config.metric, graph.labels)
         self.stop = stop
         data = on_one_process_first(graph.fingerprint)
         self.checkpoints = Checkpoints(
@@ -184,7 +182,7 @@ class Epochs:
         self.losses = array("d")
         self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
         self.history: list[EpochLine] = []  # of the epochs before
-        self.classes: np.ndarray | None = None  # of the last evaluation: the most probable ones, int64 [V]
+        self.classes: np.ndarray | None = None  # of the last evaluation, as ``predicted`` has them
         self.step_seconds = array("d")  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -216,13 +214,11 @@ class Epochs:
             self.profiler.stop()
 
     def results(self) -> dict[str, Any]:
-        """What a summary says of them; test accuracy is that of the best validation epoch."""
-        best = max(self.history, key=self._score)  # the first of equals
-        return {
-            "test_accuracy": best["test_accuracy"],
-            "best_val_accuracy": best["val_accuracy"],
-            "test_roc_auc": best["test_roc_auc"],
-            "best_val_roc_auc": best["val_roc_auc"],
+        """What a summary says of them; what is measured is that of the best validation epoch."""
+        best = cast(dict[str, Any], max(self.history, key=self._score))  # the first of equals
+        told = {"test": "test", "val": "best_val"}
+        measured = {f"{told[part]}_{name}": best.get(f"{part}_{name}") for part in told for name in METRICS}
+        return measured | {
             "best_epoch": best["epoch"],
             "epochs": len(self.history),
             "steps": self.step,
@@ -234,7 +230,7 @@ class Epochs:
 
     def _score(self, line: EpochLine, part: str = "val") -> float:
         """By what the best epoch is chosen."""
-        return cast(dict[str, float], line)[f"{part}_{self.config.metric}"]
+        return cast(dict[str, float], line)[f"{part}_{self.metric}"]
 
     def begin(self, state: State) -> None:
         """Go back to a checkpoint, or write the first one."""
@@ -336,10 +332,10 @@ class Epochs:
                 f"the evaluation after step {self.step} gave numbers that are not finite, so the weights are not; "
                 "go on from an earlier checkpoint with a lower --learning-rate"
             )
-        self.classes = probabilities.argmax(axis=1)
+        self.classes = predicted(probabilities, multi_label=self.graph.multi_label)
         measured = measures(probabilities, self.graph.labels, self.split)
         losses = [loss for loss in self.losses if not math.isnan(loss)]
-        line: EpochLine = {
+        values = {
             "epoch": self.epoch,
             "loss": float(np.mean(losses)) if losses else None,
             "skipped_steps": len(self.losses) - len(losses),
@@ -347,6 +343,7 @@ class Epochs:
             "train_seconds": trained - started,
             "evaluation_seconds": time.perf_counter() - trained,
         }
+        line = cast(EpochLine, values)
         if self.run_folder.writes:
             print(
                 f"epoch {self.epoch:3d}  loss {np.mean(losses) if losses else np.nan:.4f}  "
@@ -440,10 +437,3 @@ def schedule(step: int, total_steps: int, warmup: float) -> float:
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     return (total_steps - step) / max(total_steps - warmup_steps, 1)
-
-
-def loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy summed over the labels that count; divided by their number in the global batch it is the loss."""
-    scores = scores.flatten(0, 1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=-1, reduction="sum")

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import mannwhitneyu
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,19 +20,20 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.datasets import load_graph
-from megagraph.data.graph import Graph, Split, random_split
+from megagraph.data.graph import Graph, Split, labelled, random_split
 from megagraph.data.loader import Loader
 from megagraph.data.names import Names
 from megagraph.data.prepare import prepare
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
+from megagraph.objective import SOMETIMES, choose_metric, measures, predicted, probabilities_of
 from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
-from megagraph.run import Measures, Run
+from megagraph.run import Run
 from megagraph.weights import fill
 
 
@@ -86,6 +86,7 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     Raises:
         ValueError: the data set has no split of its own, a part is empty, or does not suit the metric.
     """
+    metric = choose_metric(config.metric, graph.labels)
     if config.split == "random":
         split = random_split(graph.labels, config.seed)
     elif graph.split is None:
@@ -93,13 +94,21 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     else:
         split = graph.split
     for name in ("train", "val", "test"):
-        if len(getattr(split, name)) == 0:
+        labels = graph.labels[getattr(split, name)]
+        if not labelled(labels).any():
             raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
-        present = len(np.unique(graph.labels[getattr(split, name)]))
-        if config.metric == "roc_auc" and not present == graph.num_classes == 2:
+        present = len(np.unique(labels))
+        if metric == "roc_auc" and not graph.multi_label and not present == graph.num_classes == 2:
             raise ValueError(
                 "metric must be accuracy unless there are two classes, both of them in every part of the split; "
                 f"{graph.name} has {graph.num_classes}, and {present} of them in the {name} part"
+            )
+    if graph.multi_label and metric in SOMETIMES:
+        said = measures(np.zeros(graph.labels.shape, np.float32), graph.labels, split)
+        if None in (said[f"val_{metric}"], said[f"test_{metric}"]):
+            raise ValueError(
+                f"metric must be micro_f1 or macro_f1 where {metric} has nothing to tell apart: among the validation, "
+                f"or the test, nodes of {graph.name} no label is there, or none is missing"
             )
     return split
 
@@ -110,7 +119,8 @@ def class_probabilities(
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> np.ndarray:
-    """Mean of softmax over all sequences of a node, fp32 [V, classes]; rows of nodes that were not read out are 0.
+    """Mean of softmax over all sequences of a node, of several labels of the sigmoid, fp32 [V, classes]; rows of nodes
+    that were not read out are 0.
 
     ANS-GT counts one vote per sequence; the mean weighs each vote by its confidence, and is a probability. Every rank
     gets the probabilities of all nodes.
@@ -119,7 +129,7 @@ def class_probabilities(
         between: called before every batch, on every rank.
         change: what the model is given in place of a batch.
     """
-    total = torch.zeros(loader.num_nodes, pipeline.config.num_classes, device=pipeline.device)
+    total = torch.zeros(loader.num_nodes, pipeline.config.num_classes + 1, device=pipeline.device)
     for nodes, votes in _votes(pipeline, loader, between, change):
         total.index_add_(0, nodes, votes)
     if pipeline.mesh is not None:
@@ -133,7 +143,8 @@ def _votes(
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Nodes [n] and softmax [n, classes] of every batch, from the ranks that have the last stage."""
+    """Nodes [n] and votes [n, classes + 1] of every batch, from the ranks that have the last stage: probabilities, and
+    a one to count them."""
     pipeline.train(False)
     for batch in pipeline.receive(loader.epoch(0)):
         between()
@@ -141,39 +152,12 @@ def _votes(
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0
-            yield batch.target_nodes[real], scores.float().softmax(dim=-1)[real]
+            votes = probabilities_of(scores, multi_label=pipeline.config.multi_label)[real]
+            yield batch.target_nodes[real], torch.nn.functional.pad(votes, (0, 1), value=1.0)
 
 
 def _mean(votes: np.ndarray) -> np.ndarray:
-    return votes / np.maximum(votes.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-
-
-def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float:
-    """Part of ``nodes`` whose most probable class is the label."""
-    return float((probabilities[nodes].argmax(axis=1) == labels[nodes]).mean())
-
-
-def roc_auc(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float | None:
-    """How often one of ``nodes`` of class 1 gets more of that class than one of class 0, equal ones counted by half.
-
-    ``None`` where that cannot be said: other numbers of classes, or only one of them among the nodes.
-    """
-    scores, positive = probabilities[nodes, -1].astype(np.float64), labels[nodes] == 1
-    if probabilities.shape[1] != 2 or positive.all() or not positive.any():
-        return None
-    wins = mannwhitneyu(scores[positive], scores[~positive], method="asymptotic").statistic
-    return float(wins / (positive.sum() * (~positive).sum()))
-
-
-def measures(probabilities: np.ndarray, labels: np.ndarray, split: Split) -> Measures:
-    """Of predictions fp32 [V, classes]."""
-    val, test = (probabilities, labels, split.val), (probabilities, labels, split.test)
-    return {
-        "val_accuracy": accuracy(*val),
-        "test_accuracy": accuracy(*test),
-        "val_roc_auc": roc_auc(*val),
-        "test_roc_auc": roc_auc(*test),
-    }
+    return votes[:, :-1] / np.maximum(votes[:, -1:], 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,14 +198,15 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
 
 
 def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **changes: Any) -> np.ndarray:
-    """Class probabilities fp32 [V, classes] of every node, by the weights of a run.
+    """Class probabilities fp32 [V, classes] of every node, by the weights of a run; of several labels a node each has
+    its own, and a row need not sum to 1.
 
     Args:
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
         out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv, a line a
-            node with its number or id, its likeliest class, and the probability of each. One in the run folder must
-            not be a file of the run.
+            node with its number or id, its likeliest class, or all its labels of a probability of at least 1/2 with
+            ";" between them, and the probability of each. One in the run folder must not be a file of the run.
         changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
             because the run says so is printed.
 
@@ -242,7 +227,7 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     if out is None or Path(out).suffix == ".csv":
         probabilities = class_probabilities(pipeline, loader)
         if out is not None:
-            _write_csv(Path(out), probabilities, graph.names)
+            _write_csv(Path(out), probabilities, graph.names, multi_label=pipeline.config.multi_label)
         return probabilities
     shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
@@ -256,7 +241,7 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     return probabilities
 
 
-def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None) -> None:
+def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
     """With ids and classes as they are called, where the graph says so and has as many classes."""
     classes = [str(i) for i in range(probabilities.shape[1])]
     if names is not None and len(names.classes) == len(classes):
@@ -264,8 +249,12 @@ def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None) -> No
     with files.replacing(path) as file:
         text = TextIOWrapper(file, "utf-8", newline="")
         lines = csv.writer(text, lineterminator="\n")
-        lines.writerow(["node", "class", *(f"probability_{name}" for name in classes)])
-        for node, (best, row) in enumerate(zip(probabilities.argmax(axis=1).tolist(), probabilities, strict=True)):
+        named, what = np.array(classes, object), "labels" if multi_label else "class"
+        lines.writerow(["node", what, *(f"probability_{name}" for name in classes)])
+        for node, (best, row) in enumerate(
+            zip(predicted(probabilities, multi_label=multi_label), probabilities, strict=True)
+        ):
             who = node if names is None else names.ids[node]
-            lines.writerow([who, classes[best], *(f"{p:.6g}" for p in row)])
+            given = ";".join(named[best]) if multi_label else named[best]
+            lines.writerow([who, given, *(f"{p:.6g}" for p in row)])
         text.detach()  # or it would close the file

@@ -12,7 +12,7 @@ from megagraph.timeline import SPANS, STAGE, STEP, Span, steps
 
 
 def curves(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Training loss per step and accuracy per epoch, from the lines of metrics.jsonl."""
+    """Training loss per step, and accuracy or micro-F1 per epoch, from the lines of metrics.jsonl."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -24,9 +24,11 @@ def curves(metrics: list[dict[str, Any]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     left.plot([line["step"] for line in steps], [line["loss"] for line in steps], linewidth=0.8)
     left.set(xlabel="step", ylabel="training loss")
-    for part, label in (("val_accuracy", "validation"), ("test_accuracy", "test")):
-        right.plot([line["epoch"] for line in epochs], [line[part] for line in epochs], marker=".", label=label)
-    right.set(xlabel="epoch", ylabel="accuracy")
+    measure = "micro_f1" if any("val_micro_f1" in line for line in epochs) else "accuracy"
+    for part, label in (("val", "validation"), ("test", "test")):
+        values = [line[f"{part}_{measure}"] for line in epochs]
+        right.plot([line["epoch"] for line in epochs], values, marker=".", label=label)
+    right.set(xlabel="epoch", ylabel=measure.replace("_f1", "-F1"))
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.legend()
     figure.savefig(path, dpi=120)

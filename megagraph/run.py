@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from megagraph import files
 from megagraph.config import AUTO, TrainConfig
 from megagraph.lock import Lock
 from megagraph.models.config import ModelConfig
+from megagraph.objective import OF_CLASSES, OF_LABELS, SOMETIMES
 from megagraph.planner.plan import Plan
 from megagraph.weights import read_weights, write_weights
 
@@ -60,17 +61,9 @@ class StepLine(TypedDict):
     stall_seconds: float
 
 
-class Measures(TypedDict):
-    """How good an evaluation was, on the validation and test nodes; no ROC AUC where there are not two classes."""
-
-    val_accuracy: float
-    test_accuracy: float
-    val_roc_auc: float | None
-    test_roc_auc: float | None
-
-
-class EpochLine(Measures):
-    """What metrics.jsonl says of an epoch, after its steps; no loss where all of them were skipped."""
+class EpochLine(TypedDict):
+    """What metrics.jsonl says of an epoch, after its steps, beside how good it was (``megagraph.objective.measures``);
+    no loss where all of them were skipped."""
 
     epoch: int
     loss: float | None
@@ -79,11 +72,14 @@ class EpochLine(Measures):
     evaluation_seconds: float
 
 
-# by hand, as typeguard takes 50 us a line, and a run may have millions
-_TYPES: dict[Any, dict[str, tuple[Any, ...]]] = {
-    kind: {name: {int: (int,), float: (float, int)}.get(hint, (float, int, NoneType)) for name, hint in hints.items()}
-    for kind, hints in ((kind, get_type_hints(kind)) for kind in (StepLine, EpochLine))
-}
+def _types(kind: Any, measures: Iterable[str] = ()) -> dict[str, tuple[Any, ...]]:
+    """Of the values of a line: by hand, as typeguard takes 50 us a line, and a run may have millions."""
+    hints: dict[str, Any] = get_type_hints(kind)
+    hints |= {f"{part}_{name}": None if name in SOMETIMES else float for name in measures for part in ("val", "test")}
+    return {name: {int: (int,), float: (float, int)}.get(hint, (float, int, NoneType)) for name, hint in hints.items()}
+
+
+_TYPES = {StepLine: [_types(StepLine)], EpochLine: [_types(EpochLine, names) for names in (OF_CLASSES, OF_LABELS)]}
 
 
 class Run:
@@ -330,8 +326,8 @@ class Run:
         return epochs, steps
 
     def _checked(self, kind: type[T], line: dict[str, Any]) -> T:
-        types = _TYPES[kind]
-        if line.keys() != types.keys() or not all(
+        types = next((types for types in _TYPES[kind] if line.keys() == types.keys()), None)
+        if types is None or not all(
             type(value) in types[name] and (value is None or abs(value) <= sys.float_info.max)
             for name, value in line.items()
         ):

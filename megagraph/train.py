@@ -24,14 +24,10 @@ from megagraph.data.pairs import PairBuckets
 from megagraph.data.start import bias_start
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
-from megagraph.evaluate import (
-    as_graph,
-    batches,
-    choose_split,
-    make_model,
-)
+from megagraph.evaluate import as_graph, batches, choose_split, make_model
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
+from megagraph.objective import of_the_majority
 from megagraph.parallel.failure import current_phase, is_out_of_memory, phase
 from megagraph.parallel.mesh import (
     all_gather,
@@ -53,13 +49,16 @@ from megagraph.weights import fill, read_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a run; what is said of validation and test nodes is that of the best validation epoch."""
+    """The result of a run; what is said of validation and test nodes is that of the best validation epoch.
+
+    Accuracies are of one class a node, F1 and average precision of several labels.
+    """
 
     run: str
-    test_accuracy: float
-    best_val_accuracy: float
+    test_accuracy: float | None = None
+    best_val_accuracy: float | None = None
     best_epoch: int
-    majority_accuracy: float  # of always answering the largest class of the training nodes, on the test nodes
+    majority_accuracy: float | None = None  # of always giving the largest class of the training nodes, on test nodes
     epochs: int
     steps: int
     skipped_steps: int  # whose loss or gradient was not finite
@@ -75,8 +74,15 @@ class Summary:
     bias_correlation: float | None = None
     bias_norm: float | None = None
     bias_start_norm: float | None = None
-    test_roc_auc: float | None = None  # of two classes
+    test_roc_auc: float | None = None  # of two classes, or the mean over labels
     best_val_roc_auc: float | None = None
+    test_micro_f1: float | None = None
+    best_val_micro_f1: float | None = None
+    majority_micro_f1: float | None = None  # of always giving the labels that half of the training nodes have
+    test_macro_f1: float | None = None
+    best_val_macro_f1: float | None = None
+    test_average_precision: float | None = None
+    best_val_average_precision: float | None = None
     predicted_step_seconds: float | None = None  # by --plan auto
     predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
     sampling_mass: float | None = None  # of PageRank on others, that a target of ego batches samples from
@@ -190,7 +196,7 @@ class Trainer:
             layout = "" if world_size() == 1 else f", {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)"
             print(
                 f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} "
-                f"features, {graph.num_classes} classes; "
+                f"features, {graph.num_classes} {'labels, several a node' if graph.multi_label else 'classes'}; "
                 f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
                 f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
                 f"{device}{layout}; prepared in {preprocess_seconds:.1f} s",
@@ -216,12 +222,11 @@ class Trainer:
         phase("save")
         if run.writes:
             plots.curves(run.metrics(), run.folder / "curves.png")
-        majority = np.bincount(graph.labels[split.train]).argmax()
         summary = Summary(
             run=str(run.folder),
             **epochs.results(),
             **asdict(effect),
-            majority_accuracy=float((graph.labels[split.test] == majority).mean()),
+            **of_the_majority(graph.labels, graph.num_classes, split),
             preprocess_seconds=preprocess_seconds,
             sequence_nodes=builder.sequence_nodes,
             parameters=parameters,
@@ -242,6 +247,7 @@ def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelC
     return config.model_config(
         in_features=builder.num_rows if learned else builder.graph.in_features,
         num_classes=graph.num_classes,
+        multi_label=graph.multi_label,
         bias_size=builder.structure.size,
         bias_unit=unit,
         bias_start=start,

@@ -17,7 +17,8 @@ from megagraph import files
 from megagraph.ablation import Part, evaluate
 from megagraph.cli import main
 from megagraph.data.datasets import synthetic_graph
-from megagraph.evaluate import accuracy, batches, choose_split, make_loader, make_model
+from megagraph.evaluate import batches, choose_split, make_loader, make_model
+from megagraph.objective import accuracy
 from megagraph.run import Run
 
 SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=3, sample_nodes=6, channels=3, epochs=1, batch_size=16)

@@ -1,6 +1,7 @@
 """How good predictions are said to be."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 import megagraph as mg
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
-from megagraph.evaluate import choose_split, roc_auc
+from megagraph.evaluate import choose_split
+from megagraph.objective import roc_auc
 
 SMALL = dict(layers=1, dim=8, ffn_dim=8, heads=2, samples=1, sample_nodes=4, channels=2, epochs=6, batch_size=32)
 
@@ -56,3 +58,10 @@ def test_a_metric_that_cannot_be_is_refused(tmp_path):
     edges = np.stack([np.arange(59), np.arange(1, 60)])
     with pytest.raises(ValueError, match="test has 2, and 1 of them in the val part"):
         choose_split(Graph.from_arrays("test", np.ones((60, 1)), edges, labels), config)
+    several = Graph.from_arrays("test", np.ones((60, 1)), edges, np.tile([1.0, np.nan], (60, 1)))
+    for metric, refused in {"accuracy": "metric must be micro_f1, ", "roc_auc": "roc_auc has nothing to tell"}.items():
+        with pytest.raises(ValueError, match=refused):
+            choose_split(several, mg.TrainConfig(metric=metric))
+    assert len(choose_split(several, mg.TrainConfig(metric="average_precision")).test) == 12
+    with pytest.raises(ValueError, match="the train part of the split is empty; test has too few labelled nodes"):
+        choose_split(replace(several, labels=np.full((60, 2), -1, np.int8)), mg.TrainConfig())

@@ -119,6 +119,11 @@ EPOCH = dict(
     train_seconds=1.0,
     evaluation_seconds=1.0,
 )
+MEASURED = ("val_accuracy", "test_accuracy", "val_roc_auc", "test_roc_auc")
+SEVERAL = {name: value for name, value in EPOCH.items() if name not in MEASURED[:2]} | {
+    f"{part}_{name}": 0.5 for part in ("val", "test") for name in ("micro_f1", "macro_f1", "average_precision")
+}
+SEVERAL["val_average_precision"] = None
 BAD_LINES = {
     "a list": STEP | dict(loss=[]),
     "nothing": STEP | dict(step_seconds=None),
@@ -127,15 +132,19 @@ BAD_LINES = {
     "incomplete": dict(step=0),
     "one more": EPOCH | dict(extra=1),
     "text": EPOCH | dict(val_accuracy="0.5"),
+    "not measured": EPOCH | dict(val_accuracy=None),
+    "of both kinds of labels": EPOCH | dict(val_micro_f1=0.5),
+    "of no kind": {name: value for name, value in EPOCH.items() if name not in MEASURED},
+    "F1 not measured": SEVERAL | dict(test_macro_f1=None),
 }
 
 
 @pytest.mark.parametrize("bad", BAD_LINES.values(), ids=BAD_LINES)
 def test_lines_of_steps_and_epochs_are_as_we_write_them(bad, tmp_path):
     run = Run(tmp_path, id="")
-    for line in (STEP, EPOCH, STEP, dict(changes={}, from_step=1)):
+    for line in (STEP, EPOCH, STEP, SEVERAL, STEP, dict(changes={}, from_step=1)):
         run.log(**line)
-    assert run.progress() == ([EPOCH], [STEP])
+    assert run.progress() == ([EPOCH, SEVERAL], [STEP])
     run.log(**bad)
     with pytest.raises(ValueError, match=r"expected steps and epochs as we note them in .*metrics\.jsonl, got"):
         run.progress()

@@ -33,7 +33,8 @@ from bench.provenance import RESULTS, append_row
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph, Split
-from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run, roc_auc
+from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
+from megagraph.objective import roc_auc
 from megagraph.train import Trainer
 
 FOLDER = "accuracy"

@@ -14,7 +14,7 @@ from torch_geometric.nn import GATConv, GCNConv, Polynormer, SAGEConv, SGFormer
 from torch_geometric.utils import to_torch_csr_tensor
 
 from megagraph.data.graph import Graph, Split
-from megagraph.evaluate import measures
+from megagraph.objective import measures
 
 Baseline = Literal["gcn", "sage", "gat", "sgformer", "polynormer"]
 EVERY = 4  # epochs from one look at the validation nodes to the next

@@ -28,10 +28,10 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
-from megagraph.epochs import loss_sum
 from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.objective import loss_sum
 
 ANS_GT = dict(layers=4, dim=128, ffn_dim=128, heads=8, sample_nodes=14, samples=8, global_tokens=1, channels=6)
 SEED, BATCH_SIZE, EPOCHS, WARMUP_STEPS = 0, 32, 3, 5

@@ -51,7 +51,8 @@ def predict(
 
     Args:
         run: run folder of ``megagraph train``.
-        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv; default RUN/probabilities.npy.
+        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv, with its class, or of several labels
+            those of at least 1/2; default RUN/probabilities.npy.
     """
 
     def job() -> None:
@@ -70,7 +71,7 @@ def evaluate(
     ablate: tuple[Part, ...] = (),
     changes: tyro.conf.OmitArgPrefixes[Changes] = Changes(),
 ) -> Job:
-    """Print the accuracy of a run on the validation and test nodes of its split, and what its parts are worth.
+    """Print how good a run is on the validation and test nodes of its split, and what its parts are worth.
 
     Args:
         run: run folder of ``megagraph train``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,8 @@ import tyro
 from megagraph.cli.job import Job
 from megagraph.data.datasets import load_graph
 from megagraph.data.generate import generate
+from megagraph.data.graph import Graph
 from megagraph.data.header import describe
-from megagraph.data.names import Names
 from megagraph.data.store import FeatureForm, open_store, verify_store, write_store
 from megagraph.data.tables import Tables, read_tables, write_tables
 
@@ -40,10 +41,13 @@ def import_data(
     """
     if dataset is not None and (tables != _NO_TABLES or like is not None):
         raise ValueError(f"expected a data set or tables, got {dataset} and flags of tables")
+    for flag in ("--label", "--drop"):  # the last one alone would count, and columns of the others be features
+        if sum(word.split("=")[0] == flag for word in sys.argv) > 1:
+            raise ValueError(f"expected {flag} once, with all of its columns after it, as in {flag} a b; got it again")
 
     def job() -> None:
         if dataset is None:
-            graph = read_tables(tables, None if like is None else _names_of(like))
+            graph = read_tables(tables, None if like is None else _from_tables(like))
         else:
             graph = load_graph(dataset, root)
         write_store(graph, out, features)
@@ -52,11 +56,11 @@ def import_data(
     return Job(job)
 
 
-def _names_of(folder: Path) -> Names:
-    names = open_store(folder).names
-    if names is None:
+def _from_tables(folder: Path) -> Graph:
+    graph = open_store(folder)
+    if graph.names is None:
         raise ValueError(f"expected a store that was made from tables, got {folder}, which has no names of columns")
-    return names
+    return graph
 
 
 def export_data(dataset: tyro.conf.Positional[str], /, *, out: Path, root: Path | None = None) -> Job:

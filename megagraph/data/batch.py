@@ -78,7 +78,8 @@ class Batch:
         structure:        [b, C + G, S, N]  float32  or bfloat16, channels of ``ProjectedBias``, or
                           [b, S, N]         uint8    buckets of ``BucketBias``, or ``BorderedData`` of a full batch
         key_padding_mask: [b, N]            bool     True = padding
-        labels:           [b, t]            int64    class, -1 = does not count
+        labels:           [b, t]            int64    class, -1 = does not count; or, of several labels a node,
+                          [b, t, classes]   int8     1 = has it, 0 = has it not
         target_nodes:     [b, t]            int64    node id, -1 = padding
         sequence_ids:     [b]               int64    position in the global batch, B of an empty one
 

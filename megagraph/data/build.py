@@ -65,7 +65,8 @@ class Builder(ABC):
         num_super = self.sequence_nodes - self.num_regular
         layout = self.layout(self.num_regular, num_super, share)
         num_sequences = share.num_sequences(batch_size * self.samples)
-        row_bytes = 4 * self.graph.in_features + 5 * 8  # features; degrees, ids, index, labels, targets
+        row_bytes = 4 * self.graph.in_features + 4 * 8  # features; degrees, ids, index, targets
+        row_bytes += self.graph.labels[:1].nbytes
         rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
         return self.structure.num_bytes(num_sequences, layout) + rest
 
@@ -92,8 +93,8 @@ class Builder(ABC):
         """The share of a batch of so many sequences and labels that count.
 
         Args:
-            nodes_of: sequences int64 [b] of 0..B - 1 -> new arrays of their regular nodes [b, N'] and labels [b, T], -1
-                = padding or does not count, and their super nodes [b, N_s - G].
+            nodes_of: sequences int64 [b] of 0..B - 1 -> new arrays of their regular nodes [b, N'] and labels [b, T] or
+                [b, T, C], -1 = padding or does not count, and their super nodes [b, N_s - G].
         """
         num_microbatches = share.num_microbatches
         own, num_sequences = share.sequences(size), share.num_sequences(size)
@@ -129,6 +130,12 @@ class Builder(ABC):
             layout=layout,
             num_targets=num_targets,
         )
+
+    def _labels(self, nodes: np.ndarray, label_mask: np.ndarray) -> np.ndarray:
+        """Labels of nodes of any shape, -1 = padding; -1 where they do not count."""
+        labels: np.ndarray = self.graph.labels[nodes]
+        labels[(nodes < 0) | ~label_mask[nodes]] = -1
+        return labels
 
     def _relabelled(self, regular: np.ndarray) -> np.ndarray:
         return regular if self.relabel is None else np.where(regular < 0, -1, self.relabel[regular])

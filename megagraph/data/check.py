@@ -52,7 +52,7 @@ def check_arrays(
         elif name == "ids":
             rule = _anything
         elif name == "labels":
-            rule = _range(path, -1, header["num_classes"] - 1)
+            rule = _range(path, -1, 1 if arrays[name].ndim == 2 else header["num_classes"] - 1)
         else:
             rule = _range(path, 0, nodes - 1)
         _read(path, opened[name], header["arrays"][name], rule)

@@ -90,7 +90,7 @@ class ClusterBatches(Builder):
         self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
     ) -> Batch:
         """One batch for the regular nodes [B, N']; labels of nodes outside ``label_mask`` [V] do not count."""
-        labels = np.where((regular >= 0) & label_mask[regular], self.graph.labels[regular], -1)
+        labels = self._labels(regular, label_mask)
         supers = np.broadcast_to(self._parts, (len(regular), len(self._parts)))
         return self._batch(
             len(regular), int((labels >= 0).sum()), lambda own: (regular[own], labels[own], supers[own]), share

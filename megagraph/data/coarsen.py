@@ -148,12 +148,14 @@ class Quality:
     parts: int
     edge_cut: float  # share of the edges
     balance: float  # largest part over the mean
-    homophily: float  # share of the labelled nodes whose class is the most frequent one of their part
+    # share of the labelled nodes whose class is the most frequent one of their part; None of several labels a node
+    homophily: float | None
 
     def __str__(self) -> str:
+        homophily = "" if self.homophily is None else f", label homophily {self.homophily:.1%}"
         return (
-            f"{self.parts:,} clusters, edge cut {self.edge_cut:.1%}, largest {self.balance:.2f} times the mean, label "
-            f"homophily {self.homophily:.1%}"
+            f"{self.parts:,} clusters, edge cut {self.edge_cut:.1%}, largest {self.balance:.2f} times the mean"
+            f"{homophily}"
         )
 
 
@@ -161,15 +163,18 @@ def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) 
     """Quality of parts int [V]; reads the graph in chunks, or not at all, given their ``quotient``."""
     size = np.bincount(parts)
     inside = _edges_inside(graph, parts) if edges is None else int(edges.diagonal().sum(dtype=np.float64))
-    labelled = graph.labels >= 0
-    classes = max(graph.num_classes, 1)  # of a graph to predict none may be known
-    pairs = parts[labelled].astype(np.int64) * classes + graph.labels[labelled]
-    by_class = np.bincount(pairs, minlength=len(size) * classes).reshape(len(size), -1)
+    homophily = None
+    if not graph.multi_label:
+        known = graph.labels >= 0
+        classes = max(graph.num_classes, 1)  # of a graph to predict none may be known
+        pairs = parts[known].astype(np.int64) * classes + graph.labels[known]
+        by_class = np.bincount(pairs, minlength=len(size) * classes).reshape(len(size), -1)
+        homophily = float(by_class.max(axis=1).sum() / max(known.sum(), 1))
     return Quality(
         parts=len(size),
         edge_cut=(graph.num_edges - inside) / max(graph.num_edges, 1),
         balance=float(size.max() / size.mean()),
-        homophily=float(by_class.max(axis=1).sum() / max(labelled.sum(), 1)),
+        homophily=homophily,
     )
 
 

@@ -50,7 +50,7 @@ class EgoBatches(Builder):
         own sequences only.
         """
         seed = int(rng.integers(1 << 64, dtype=np.uint64))
-        labels = np.where(label_mask[targets], self.graph.labels[targets], -1)
+        labels = self._labels(targets, label_mask)
 
         def nodes(sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             places, which = np.unique(sequences // self.samples, return_inverse=True)

@@ -94,7 +94,7 @@ class FullBatches(Builder):
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
             self._built[share] = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share)
         built = self._built[share]
-        labels = np.where(label_mask[regular], self.graph.labels[regular], -1)
+        labels = self._labels(regular, label_mask)
         block = built.layout.block()
         here = torch.from_numpy(np.ascontiguousarray(labels[:, block.start : block.stop]))
         return replace(built, labels=here, num_targets=int((labels >= 0).sum()))

@@ -31,9 +31,14 @@ def random_split(labels: np.ndarray, seed: int, train: float = 0.6, val: float =
     """Split the labelled nodes at random; what ``train`` and ``val`` leave over is the test part."""
     if train <= 0 or val < 0 or train + val > 1:
         raise ValueError(f"expected fractions with 0 < train, 0 <= val, train + val <= 1, got {train} and {val}")
-    nodes = np.random.default_rng(seed).permutation(np.flatnonzero(labels >= 0))
+    nodes = np.random.default_rng(seed).permutation(np.flatnonzero(labelled(labels)))
     cuts = np.rint(np.cumsum([train, val]) * len(nodes)).astype(np.int64)
     return Split(*(np.sort(part) for part in np.split(nodes, cuts)))
+
+
+def labelled(labels: np.ndarray) -> np.ndarray:
+    """Which nodes have a class, or of several labels one that is known: bool [V]."""
+    return np.asarray((labels if labels.ndim == 1 else labels.max(axis=1)) >= 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,7 +49,8 @@ class Graph:
         indptr:   [V + 1]    int64    CSR row starts
         indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
         features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
-        labels:   [V]        int64    class, -1 = not labelled
+        labels:   [V]        int64    class, -1 = not labelled; or, of several labels a node,
+                  [V, C]     int8     1 = has it, 0 = has it not, -1 = not known
     ``split`` is the data set's own split, None where it has none; ``names`` are those of a graph from tables.
     """
 
@@ -67,16 +73,16 @@ class Graph:
                 f"expected features of shape [{self.num_nodes}, d_in], got {list(self.features.shape)}; "
                 "pass one row per node"
             )
-        if self.labels.shape != (self.num_nodes,):
-            raise ValueError(f"expected labels of shape [{self.num_nodes}], got {list(self.labels.shape)}")
+        shape = (self.num_nodes, self.num_classes) if self.multi_label else (self.num_nodes,)
+        if self.labels.shape != shape:
+            raise ValueError(f"expected labels of shape {list(shape)}, got {list(self.labels.shape)}")
         self._check_values()
 
     def _check_values(self) -> None:
         low, high = int(self.labels.min()), int(self.labels.max())
-        if low < -1 or high >= self.num_classes:
-            raise ValueError(
-                f"expected labels in 0..{self.num_classes - 1}, or -1 for unlabelled, got {low}..{high}; relabel them"
-            )
+        most = 1 if self.multi_label else self.num_classes - 1
+        if low < -1 or high > most:
+            raise ValueError(f"expected labels in 0..{most}, or -1 for unlabelled, got {low}..{high}; relabel them")
         if self.num_classes > MAX_CLASSES:
             raise ValueError(
                 f"expected at most {MAX_CLASSES:,} classes, got {self.num_classes:,}; number them without gaps"
@@ -98,6 +104,11 @@ class Graph:
     def num_edges(self) -> int:
         """Directed edges: twice the number of undirected ones."""
         return len(self.indices)
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether a node has several labels, each of its own, in place of one class."""
+        return self.labels.ndim == 2
 
     @property
     def in_features(self) -> int:
@@ -142,11 +153,12 @@ class Graph:
         """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
 
         Args:
-            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and, to train on, ``y`` [V] or [V, 1] integer
-                tensors; optionally ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n].
+            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and, to train on, ``y``: classes, integers [V]
+                or [V, 1], or several labels a node [V, C] of any type, 1 or 0, NaN or -1 where not known; optionally
+                ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n].
                 Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
                 Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
-                refused, and so are several labels a node.
+                refused, and so are numbers to predict.
             seed: takes split number ``seed`` modulo n.
         """
         if isinstance(data, tuple):
@@ -169,24 +181,28 @@ class Graph:
     def from_arrays(
         cls, name: str, x: np.ndarray, edge_index: np.ndarray, y: np.ndarray, split: Split | None = None
     ) -> Graph:
-        """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels [V] or [V, 1]."""
+        """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels as ``from_data``
+        takes them, [V], [V, 1] or [V, C]."""
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
-        if y.ndim != 1:
+        if y.ndim == 2 and y.shape[1]:
+            y = _several_labels(y)
+        elif y.ndim != 1:
+            raise ValueError(f"expected labels of shape [V], or [V, C] for several a node, got {list(y.shape)}")
+        elif not np.issubdtype(y.dtype, np.integer):
             raise ValueError(
-                f"expected one class per node, got multi-label y of shape {list(y.shape)}; take one column"
+                f"expected integer labels, got {y.dtype}; number the classes 0, 1, ... and use -1 for none. Numbers to "
+                "predict (regression) are not supported: cut them into classes"
             )
-        if not np.issubdtype(y.dtype, np.integer):
-            raise ValueError(
-                f"expected integer labels, got {y.dtype}; number the classes 0, 1, ... and use -1 for none"
-            )
+        else:
+            y = y.astype(np.int64)
         if x.ndim != 2:
             raise ValueError(f"expected x of shape [V, d_in], got {list(x.shape)}; pass one row per node")
         if edge_index.ndim != 2 or len(edge_index) != 2 or not np.issubdtype(edge_index.dtype, np.integer):
             raise ValueError(
                 f"expected an integer edge_index of shape [2, E], got {edge_index.dtype} {list(edge_index.shape)}"
             )
-        num_nodes, y = x.shape[0], y.astype(np.int64)
+        num_nodes = x.shape[0]
         if sp.issparse(x):
             x = sp.csr_array(x, dtype=np.float32)
         elif x.dtype != np.float16:
@@ -208,9 +224,26 @@ class Graph:
             indices=adjacency.indices.astype(np.int32),
             features=x,
             labels=y,
-            num_classes=int(y.max(initial=-1)) + 1,
+            num_classes=y.shape[1] if y.ndim == 2 else int(y.max(initial=-1)) + 1,
             split=split,
         )
+
+
+def _several_labels(y: np.ndarray) -> np.ndarray:
+    """0, 1, and -1 or NaN, as int8."""
+    if y.dtype.kind not in "biuf":
+        raise ValueError(f"expected several labels a node as numbers or booleans, got {y.dtype}")
+    labels = np.full(y.shape, -1, np.int8)
+    labels[y == 0], labels[y == 1] = 0, 1
+    wrong = (labels < 0) & (y != -1) & ~np.isnan(y)
+    if wrong.any():
+        node, label = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"expected several labels a node of shape {list(y.shape)} to be 0 or 1, or -1 or NaN where not known, got "
+            f"{y[node, label]} in label {label} of node {node}; numbers to predict (regression) are not supported, and "
+            "of several columns of classes take one"
+        )
+    return labels
 
 
 def csr_arrays(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ _MAX_IDS = (1 << 31) - 1  # nodes and features
 DTYPES = {
     "indptr": ("<i8",),
     "indices": ("<i4",),
-    "labels": ("<i8",),
+    "labels": ("<i8", "|i1"),  # classes; several labels a node
     **{part: ("<i8",) for part in PARTS},
     "features": ("<f4", "<f2"),
     "features_indptr": ("<i4", "<i8"),
@@ -129,12 +129,14 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
         expect(array["dtype"] in DTYPES[name], f"{name} of dtype {' or '.join(DTYPES[name])}", array["dtype"])
         sizes = array["shape"]
         right = type(sizes) is list and all(type(size) is int and 0 <= size < _MAX_SIZE for size in sizes)
-        expect(right and len(sizes) == 1 + (name == "features"), f"the shape of {name}", sizes)
+        table = name == "features" or array["dtype"] == "|i1"
+        expect(right and len(sizes) == 1 + table, f"the shape of {name}", sizes)
         expect(bool(re.fullmatch("[0-9a-f]{32}", str(array["xxh3"]))), f"the xxh3 of {name}", array["xxh3"])
     shape = {name: array["shape"] for name, array in arrays.items()}
     nodes = shape["indptr"][0] - 1
     expect(1 <= nodes <= _MAX_IDS, f"indptr for 1..{_MAX_IDS} nodes", shape["indptr"])
-    fixed = {"labels": [nodes], "features": [nodes, header["in_features"]]}
+    several = [header["num_classes"]] if arrays["labels"]["dtype"] == "|i1" else []
+    fixed = {"labels": [nodes, *several], "features": [nodes, header["in_features"]]}
     fixed |= {name: [nodes + 1] for name in ("features_indptr", "ids_indptr")}
     fixed["features_data"] = shape.get("features_indices", [])
     for name in fixed.keys() & arrays.keys():
@@ -160,16 +162,17 @@ def describe(folder: Path | str) -> str:
     header = read_header(folder)
     arrays = header["arrays"]
     form = np.dtype(arrays["features"]["dtype"]).name if "features" in arrays else "sparse"
+    classes = "labels, several a node" if len(arrays["labels"]["shape"]) == 2 else "classes"
     lines = [
         f"{header['name']}: {arrays['labels']['shape'][0]:,} nodes, {arrays['indices']['shape'][0] // 2:,} undirected "
-        f"edges, {header['in_features']} features ({form}), {header['num_classes']} classes, "
+        f"edges, {header['in_features']} features ({form}), {header['num_classes']} {classes}, "
         f"{'a split of its own' if 'train' in arrays else 'no split of its own'}",
         f"{folder}: {sum(map(num_bytes, arrays.values())) / 2**30:.2f} GiB in {len(arrays)} files",
     ]
     if "names" in header:
         names = names_in(header, Path(folder))
         shown = (f"{c.name} ({'number' if c.kind == 'number' else f'{len(c.values)} words'})" for c in names.columns)
-        lines += [f"classes: {_list(names.classes)}", f"columns: {_list(shown)}"]
+        lines += [f"{classes.split(',')[0]}: {_list(names.classes)}", f"columns: {_list(shown)}"]
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in header["notes"].items())])
 
 

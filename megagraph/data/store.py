@@ -4,7 +4,7 @@
            indptr.npy       [V + 1]    int64
            indices.npy      [E]        int32
            features.npy     [V, d_in]  float32 or float16; or features_{indptr,indices,data}.npy, a CSR matrix
-           labels.npy       [V]        int64
+           labels.npy       [V]        int64; of several labels a node [V, C] int8
            {train,val,test}.npy        int64, where the data set has a split of its own
            ids.npy      [n]        uint8, UTF-8, and ids_indptr.npy [V + 1] int64, of a graph from tables
            cache/           what was computed from the graph (megagraph.data.cache)

@@ -14,13 +14,15 @@ import numpy as np
 
 from megagraph import files
 from megagraph.data.graph import PARTS, Graph, Split, check_unweighted
-from megagraph.data.names import Column, Ids, Names, Vocabulary
+from megagraph.data.names import Column, Ids, Names
 
 if TYPE_CHECKING:
     import polars as pl
 
 MAX_CATEGORIES = 100  # words of a column; one of more is a text, or another id
 _MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"]
+_FLAGS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1, "nan": -1}  # of one of several labels
+_LABEL = "label:"
 _SPLIT_NAMES = {part: part for part in PARTS} | {"training": "train", "valid": "val", "validation": "val"}
 
 
@@ -33,9 +35,12 @@ class Tables:
             Edges have no direction here, none counts twice, and more columns are refused unless they are all the same:
             weights and features of edges are not supported.
         nodes: a column of ids, further ones features; without it nodes are the ends of edges, without features.
-        labels: two columns, ids and classes, where the nodes' file has none; who is not in it is not labelled.
+        labels: two columns, ids and classes, where the nodes' file has none; who is not in it is not labelled. Where
+            an id has several rows a node has several labels: those of its rows, and none of the others.
         id: nodes' column of ids; default the first one.
-        label: nodes' column of classes; default the one called label, if there is one.
+        label: nodes' column of classes; default the one called label, if there is one. Several columns are several
+            labels a node, called as they are: 1 or true, 0 or false, or nothing where it is not known; default those
+            called label:NAME, if there are any.
         split: nodes' column that says train, val (or valid, validation) or test; default the one called split, if
             there is one. Who has something else there is in no part.
         drop: nodes' columns to leave out.
@@ -45,19 +50,19 @@ class Tables:
     nodes: Path | None = None
     labels: Path | None = None
     id: str | None = None
-    label: str | None = None
+    label: tuple[str, ...] = ()
     split: str | None = None
     drop: tuple[str, ...] = ()
 
 
-def read_tables(tables: Tables, like: Vocabulary | None = None) -> Graph:
+def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
     """A graph with the ids of its nodes and the names of its classes.
 
     Numbers become features of mean 0 and deviation 1, words one feature a value. Where a column misses some, numbers
     count as their mean, words as none of their values, and one more feature says so.
 
     Args:
-        like: of another graph, whose classes and columns it has: features are then made as there.
+        like: another graph from tables, whose classes and columns it has: features are then made as there.
 
     Raises:
         ImportError: polars is not installed.
@@ -75,18 +80,12 @@ def read_tables(tables: Tables, like: Vocabulary | None = None) -> Graph:
         ids, rest = _nodes(tables.nodes, tables.id, tables.drop)
     row_of = polars.Enum(ids)
     edge_index = np.stack([_rows(end, row_of, tables.edges) for end in ends])
-    label, split = (_one_of(rest, *given, tables.nodes) for given in ((tables.label, "label"), (tables.split, "split")))
-    if tables.labels is None:
-        classes = None if label is None else rest[label].cast(polars.String)
-        where = f"column {label} of {tables.nodes}"
-    elif label is None:
-        classes, where = _labels(tables.labels, ids, row_of), str(tables.labels)
-    else:
-        raise ValueError(f"expected classes in one file, got {tables.labels} and column {label} of {tables.nodes}")
-    labels, class_names = _classes(classes, len(ids), None if like is None else like.classes, where)
+    label, split = _label_columns(rest, tables), _split_column(rest, tables)
+    labels, class_names = _labels(tables, rest.select(label), row_of, like)
     parts = None if split is None else _split(rest[split], f"column {split} of {tables.nodes}")
-    rest = rest.drop([name for name in (label, split) if name is not None])
-    features, columns = _features(rest, len(ids), None if like is None else like.columns, tables.nodes)
+    rest = rest.drop([*label, *([] if split is None else [split])])
+    known = None if like is None or like.names is None else like.names.columns
+    features, columns = _features(rest, len(ids), known, tables.nodes)
     graph = Graph.from_arrays(tables.edges.name.split(".")[0], features, edge_index, labels, parts)
     names = Names(ids=Ids.of(ids.to_list()), classes=class_names, columns=columns)
     return replace(graph, names=names, num_classes=len(class_names))
@@ -101,7 +100,12 @@ def write_tables(graph: Graph, folder: Path) -> tuple[Path, Path]:
     nodes = np.arange(graph.num_nodes)
     ids = nodes.astype(str) if names is None else np.array([names.ids[node] for node in range(graph.num_nodes)])
     classes = np.array([*(map(str, range(graph.num_classes)) if names is None else names.classes), ""])
-    columns: dict[str, Any] = {"id": ids, "label": classes[graph.labels]}
+    columns: dict[str, Any] = {"id": ids}
+    if graph.multi_label:
+        known = np.array(["0", "1", ""])
+        columns |= {f"{_LABEL}{name}": known[own] for name, own in zip(classes[:-1], graph.labels.T, strict=True)}
+    else:
+        columns["label"] = classes[graph.labels]
     if graph.split is not None:
         columns["split"] = parts = np.full(graph.num_nodes, "", "U5")
         for part in PARTS:
@@ -201,45 +205,101 @@ def _rows(ids: pl.Series, row_of: Any, path: Path) -> np.ndarray:
     return rows
 
 
-def _one_of(table: pl.DataFrame, given: str | None, default: str, path: Path | None) -> str | None:
-    """The column that was named, or that of this name."""
-    if given is not None:
-        assert path is not None
-        _check_named(table, given, path)
-        return given
-    return default if default in table.columns else None
+def _label_columns(table: pl.DataFrame, tables: Tables) -> tuple[str, ...]:
+    """The columns that were named, or those that are called so."""
+    for name in tables.label:
+        _check_named(table, name, tables.nodes)
+    if len(set(tables.label)) < len(tables.label):
+        raise ValueError(f"expected every column of labels once, got {', '.join(tables.label[:20])}")
+    one, several = "label" in table.columns, tuple(name for name in table.columns if name.startswith(_LABEL))
+    if one and several and not tables.label:
+        raise ValueError(
+            f"expected a column label or columns {_LABEL}NAME in {tables.nodes}, got label and {several[0]}; name the "
+            "right ones with --label, and the others with --drop"
+        )
+    return tables.label or (("label",) if one else several)
 
 
-def _check_named(table: pl.DataFrame, name: str, path: Path) -> None:
+def _split_column(table: pl.DataFrame, tables: Tables) -> str | None:
+    if tables.split is None:
+        return "split" if "split" in table.columns else None
+    _check_named(table, tables.split, tables.nodes)
+    return tables.split
+
+
+def _check_named(table: pl.DataFrame, name: str, path: Path | None) -> None:
     if name not in table.columns:
         raise ValueError(f"expected a column {name} in {path}, got {', '.join(table.columns[:20])}")
 
 
-def _labels(path: Path, ids: pl.Series, row_of: Any) -> pl.Series:
-    """The class of every node, from a file of ids and classes."""
+def _labels(
+    tables: Tables, columns: pl.DataFrame, row_of: Any, like: Graph | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Of all nodes as of ``Graph``, and the names of the classes, from these columns of nodes or a file of labels."""
     polars = _polars()
+    num_nodes = len(row_of.categories)
+    known = () if like is None or like.names is None else like.names.classes
+    if tables.labels is None and columns.width == 0:
+        return np.full(num_nodes, -1), known
+    if tables.labels is not None and columns.width:
+        named = columns.columns[0]
+        raise ValueError(f"expected classes in one file, got {tables.labels} and column {named} of {tables.nodes}")
+    for name, kind in columns.schema.items():
+        if kind.is_nested():
+            raise ValueError(
+                f"expected a class in every row of column {name} of {tables.nodes}, got {kind}: several labels a node "
+                "are several columns (--label), or several rows of an id in a file of labels (--labels)"
+            )
+    where, several = f"column {', '.join(columns.columns[:20])} of {tables.nodes}", columns.width > 1
+    if tables.labels is not None:
+        where = str(tables.labels)
+        rows, given = _pairs(tables.labels, row_of)
+        several = len(np.unique(rows)) < len(rows) or (bool(known) and like is not None and like.multi_label)
+    elif not several:
+        rows, given = np.arange(num_nodes), columns.to_series().cast(polars.String)
+    if known and like is not None and like.multi_label != several:
+        kinds = ("one class", "several labels")
+        raise ValueError(
+            f"expected {kinds[not several]} a node in {where}, as in the graph of --like, got {kinds[several]}"
+        )
+    if columns.width > 1:
+        return _flags(columns, known, where)
+    names = _class_names(given, known, where)
+    number = {name: i for i, name in enumerate(names)}
+    found = np.array([-1 if name is None else number[name] for name in given.to_list()], np.int64)
+    if not several:
+        labels = np.full(num_nodes, -1)
+        labels[rows] = found
+        return labels, names
+    labels = np.full((num_nodes, len(names)), -1, np.int8)
+    rows, found = rows[found >= 0], found[found >= 0]
+    labels[rows] = 0
+    labels[rows, found] = 1
+    return labels, names
+
+
+def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
+    """The rows of nodes, and their classes, from a file of ids and classes."""
     table = _read(path, words=(0, 1))
     if table.width != 2:
         raise ValueError(f"expected two columns in {path}, ids and classes, got {', '.join(table.columns[:20])}")
-    who = table[table.columns[0]]
-    if who.n_unique() < len(who):
-        raise ValueError(
-            f"expected one class a node in {path}, got another one of {who.filter(who.is_duplicated())[0]!r}: several "
-            "labels a node are not supported"
-        )
-    rows, classes = _rows(who, row_of, path), table[table.columns[1]].to_list()
-    labels: list[str | None] = [None] * len(ids)
-    for row, name in zip(rows.tolist(), classes, strict=True):
-        labels[row] = name
-    return polars.Series("label", labels, polars.String)
+    who, what = table.get_columns()
+    # an id that is there twice has several labels, but not the same one twice, nor one and none
+    for wrong, got in (
+        (table.is_duplicated(), "the same one again"),
+        (what.is_null() & who.is_duplicated(), "a row without one"),
+    ):
+        if wrong.any():
+            at = _first(wrong)
+            raise ValueError(
+                f"expected one class a node in {path}, or several, each in a row of its own, got {got} for "
+                f"{who[at - 2]!r}, first in row {at}; take rows away"
+            )
+    return _rows(who, row_of, path), what
 
 
-def _classes(
-    given: pl.Series | None, num_nodes: int, known: tuple[str, ...] | None, where: str
-) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Numbers of classes int64 [V], -1 = none, and their names, numbers in the order of their values."""
-    if given is None:
-        return np.full(num_nodes, -1), known or ()
+def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[str, ...]:
+    """All there are, or those that are known; numbers in the order of their values."""
     found = given.drop_nulls().unique().sort().to_list()
     try:
         values = [float(name) for name in found]
@@ -252,15 +312,31 @@ def _classes(
                 "into classes"
             )
         found = [name for _, name in sorted(zip(values, found, strict=True))]
-    if known:
-        if others := sorted(set(found) - set(known)):
+    if known and (others := sorted(set(found) - set(known))):
+        raise ValueError(f"expected the classes {', '.join(known[:20])} in {where}, got also {', '.join(others[:5])}")
+    return known or tuple(found)
+
+
+def _flags(columns: pl.DataFrame, known: tuple[str, ...], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
+    """int8 [V, C], -1 = not known, and the names of the columns, in the order of those that are known."""
+    polars = _polars()
+    named = {name.removeprefix(_LABEL): name for name in columns.columns}
+    names = known or tuple(named)
+    if set(names) != set(named):
+        raise ValueError(f"expected the labels {', '.join(names[:20])} in {where}, got {', '.join([*named][:20])}")
+    labels = np.empty((columns.height, len(names)), np.int8)
+    for label, name in enumerate(names):
+        words = columns[named[name]].cast(polars.String).fill_null("nan")
+        found = words.str.to_lowercase().replace_strict(_FLAGS, default=None, return_dtype=polars.Int8)
+        if found.null_count() > 0:
+            at = _first(found.is_null())
             raise ValueError(
-                f"expected the classes {', '.join(known[:20])} in {where}, got also {', '.join(others[:5])}"
+                f"expected 0 or 1, true or false, or nothing in {where}, got {words[at - 2]!r} in {named[name]} in row "
+                f"{at}: several columns are several labels a node. Classes are one column; numbers to predict "
+                "(regression) are not supported, cut them into classes"
             )
-        found = list(known)
-    number = {name: i for i, name in enumerate(found)}
-    labels = np.array([-1 if name is None else number[name] for name in given.to_list()], np.int64)
-    return labels, tuple(found)
+        labels[:, label] = found.to_numpy()
+    return labels, names
 
 
 def _split(given: pl.Series, where: str) -> Split:

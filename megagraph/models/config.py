@@ -18,12 +18,13 @@ _AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 
 class ModelConfig:
     """A graph transformer; paper symbols in brackets.
 
-    The data says ``in_features``, ``num_classes``, ``bias_size``, ``bias_unit``, ``bias_start`` and
+    The data says ``in_features``, ``num_classes``, ``multi_label``, ``bias_size``, ``bias_unit``, ``bias_start`` and
     ``graph_checksum``; the others are chosen.
 
     Args:
         in_features: width of the raw node features [d_in]; rows of the table of a learned embedding.
         num_classes: classes to tell apart [d_out].
+        multi_label: a node has several of them, or none: each has a probability of its own.
         layers: transformer layers [L].
         dim: hidden width [d]; ``heads`` must divide it.
         ffn_dim: inner width of the feed-forward network [d_ff].
@@ -42,6 +43,7 @@ class ModelConfig:
 
     in_features: int
     num_classes: int
+    multi_label: bool = False
     layers: int = 4
     dim: int = 128
     ffn_dim: int = 128

@@ -217,7 +217,8 @@ class Pipeline:
         """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.
 
         Args:
-            loss: (class scores [b, T, classes], labels [b, T]) -> sum over the targets, in fp32 or fp64 as the scores.
+            loss: (class scores [b, T, classes], labels [b, T] or [b, T, classes]) -> sum over those that count, in fp32
+                or fp64 as the scores.
 
         Returns:
             this rank's share of the global loss, the mean over the targets; 0 unless it has the last stage.

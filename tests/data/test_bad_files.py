@@ -253,8 +253,8 @@ FIELDS = {
     ("arrays", "indptr", "shape"): (*ANYTHING, [50], [0], [1], [-1], [51, 1], [1 << 62], [51.0], ["51"]),
     ("arrays", "indices", "shape"): (*ANYTHING, [0], [1 << 47]),
     ("arrays", "features", "shape"): (*ANYTHING, [50], [50, 5], [4, 50], [200, 1], [50, 4, 1], [1 << 24, 1 << 24]),
-    ("arrays", "labels", "shape"): (*ANYTHING, [51], [49]),
-    ("arrays", "labels", "dtype"): (*ANYTHING, "<i4", "<f8", "|O", ">i8", "O", "V8"),
+    ("arrays", "labels", "shape"): (*ANYTHING, [51], [49], [50, 3], [50, 1]),
+    ("arrays", "labels", "dtype"): (*ANYTHING, "<i4", "<f8", "|O", ">i8", "O", "V8", "|i1"),
     ("arrays", "labels", "xxh3"): (*ANYTHING, "0" * 32, "0" * 31, "Z" * 32),
     ("arrays", "labels", "sha256"): ("0" * 64,),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import psutil
@@ -83,6 +83,28 @@ def test_ego_batch(graph, ego):
     rows = batch.degrees[batch.node_index].numpy()
     np.testing.assert_array_equal(rows[:, 0], degrees[np.repeat(targets, 3)])
     np.testing.assert_array_equal(rows[:, -1], [round(degrees[membership == part].mean()) for part in supers])
+
+
+@pytest.mark.parametrize("batching", ["ego", "cluster", "full"])
+def test_several_labels_of_a_node(graph, batching):
+    """Those of the nodes that count, -1 for others and where they are not known."""
+    labels = np.random.default_rng(0).integers(-1, 2, (400, 5), np.int8)
+    several = replace(graph, labels=labels, num_classes=5)
+    builder = prepared(several, batching=batching, bias="bucket", sequence_nodes=128, samples=2, super_nodes=10)
+    counted = np.arange(1, 400, 2)
+    found = dict.fromkeys(range(2), 0)
+    for half in found:
+        share = Share(dp_rank=half, dp=2, num_microbatches=1) if batching != "full" else Share(cp_rank=half, cp=2)
+        for batch in Loader(builder, counted, batch_size=3, seed=0, shuffle=True, share=share).epoch(0):
+            assert batch.labels.dtype == torch.int8 and batch.labels.shape == (*batch.target_nodes.shape, 5)
+            node = batch.target_nodes.numpy()
+            expected = np.where((node % 2 == 1)[..., None], labels[node], -1)
+            np.testing.assert_array_equal(batch.labels, np.where((node < 0)[..., None], -1, expected))
+            found[half] += int((batch.labels >= 0).sum())
+    samples = 2 if batching == "ego" else 1
+    loader = Loader(builder, counted, batch_size=3, seed=0, shuffle=True)
+    assert sum(batch.num_targets for batch in loader.epoch(0)) == samples * (labels[counted] >= 0).sum()
+    assert sum(found.values()) == samples * (labels[counted] >= 0).sum() and min(found.values()) > 0
 
 
 def test_a_target_without_neighbours_is_padded(graph, ego):

@@ -48,6 +48,22 @@ def test_masks_become_the_split_and_columns_of_labels_are_squeezed():
     assert graph.labels.tolist() == [0, 1, 1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64])
+def test_several_labels_of_any_type(dtype):
+    y = torch.tensor([[1, 0], [0, 0], [1, 1], [0, 1]]).to(dtype)
+    expected = y.numpy().astype(np.int8)
+    if dtype.is_floating_point:
+        y[1], expected[1] = torch.tensor([float("nan"), -1]), -1
+    graph = Graph.from_data(data(y=y))
+    assert graph.multi_label and graph.num_classes == 2 and graph.labels.dtype == np.int8
+    np.testing.assert_array_equal(graph.labels, expected)
+    known = [0, 2, 3] if dtype.is_floating_point else [0, 1, 2, 3]
+    split = random_split(graph.labels, seed=0, train=0.5, val=0.25)
+    assert sorted(np.concatenate([split.train, split.val, split.test])) == known
+    others = Graph.from_data(data(y=y.flip(1)))
+    assert others.fingerprint() != graph.fingerprint() and not Graph.from_data(data()).multi_label
+
+
 def test_the_seed_takes_one_of_several_splits():
     masks = {f"{part}_mask": torch.arange(4)[:, None] == torch.arange(3) + i for i, part in enumerate(PARTS)}
     masks["test_mask"] = torch.arange(4) == 3
@@ -103,8 +119,18 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
         ({"x": torch.ones(4)}, "expected x of shape [V, d_in], got [4]"),
         ({"x": torch.ones(5, 2)}, "expected labels of shape [5], got [4]"),
         ({"x": NAN_ROW}, "expected finite features, got inf in feature 0 of node 1; clean that row"),
-        ({"y": torch.ones(4, 3).long()}, "got multi-label y of shape [4, 3]"),
-        ({"y": torch.ones(4)}, "expected integer labels, got float32"),
+        ({"y": torch.arange(12).view(4, 3)}, "to be 0 or 1, or -1 or NaN where not known, got 2 in label 2 of node 0"),
+        ({"y": torch.full((4, 2), 0.25)}, "of shape [4, 2] to be 0 or 1, or -1 or NaN where not known, got 0.25 in"),
+        ({"y": torch.zeros(4, 2, 2)}, "expected labels of shape [V], or [V, C] for several a node, got [4, 2, 2]"),
+        (
+            {"y": torch.zeros(4, 2, dtype=torch.complex64)},
+            "several labels a node as numbers or booleans, got complex64",
+        ),
+        ({"y": torch.zeros(5, 2)}, "expected labels of shape [4, 2], got [5, 2]"),
+        (
+            {"y": torch.ones(4)},
+            "expected integer labels, got float32; number the classes 0, 1, ... and use -1 for none.",
+        ),
         ({"y": torch.tensor([0, 1, -2, 1])}, "expected labels in 0..1, or -1 for unlabelled, got -2..1"),
         (
             {f"{part}_mask": torch.ones(5, dtype=torch.bool) for part in ("train", "val", "test")},

@@ -165,6 +165,17 @@ def test_npz_features_keep_their_values(tmp_path):
     assert (graph.features == np.arange(60).reshape(30, 2) - 30).all()
 
 
+def test_several_labels_of_an_npz_and_of_a_store(tmp_path):
+    flags = np.random.default_rng(0).integers(0, 2, (30, 4))
+    graph = load_graph(str(npz(tmp_path / "several.npz", labels=lambda _: flags)), None)
+    write_store(graph, tmp_path / "store")
+    stored = open_store(tmp_path / "store")
+    verify_store(tmp_path / "store")
+    np.testing.assert_array_equal(stored.labels, flags)
+    assert stored.labels.dtype == np.int8 and stored.multi_label and stored.num_classes == 4
+    assert "4 labels, several a node, no split" in describe(tmp_path / "store")
+
+
 def opening(harm, *flags):
     """``data info`` of a store that has been harmed."""
 
@@ -250,9 +261,9 @@ BAD_INPUT = {
         r"expected edge_index in 0\.\.29, got 0\.\.30; x has one row per node",
     ),
     "imported labels": (importing(labels=lambda x: x[:-1]), r"expected labels of shape \[30\], got \[29\]"),
-    "imported multi-label": (
+    "imported columns of classes": (
         importing(labels=lambda x: np.stack([x, x], 1)),
-        r"got multi-label y of shape \[30, 2\]",
+        r"bad\.npz: expected several labels a node of shape \[30, 2\] to be 0 or 1, .* got 2 in label 0 of node 2",
     ),
     "imported weights": (
         importing(adj_data=put(0, 2.5)),

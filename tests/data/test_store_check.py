@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_a_wrong_number_is_found_whatever_the_checksums_say(name, change, messag
     for _ in range(2):  # what was refused is not remembered
         with pytest.raises(ValueError, match=message):
             load_graph(str(store), None)
+
+
+@pytest.mark.parametrize("value", [2, -2])
+def test_a_wrong_number_of_several_labels_is_found(value, graph, tmp_path):
+    several = replace(graph, labels=np.eye(CLASSES, dtype=np.int8)[graph.labels])
+    write_store(several, tmp_path / "store")
+    open_store(tmp_path / "store")
+    change_array(tmp_path / "store", "labels", put((3, 5), value))
+    with pytest.raises(ValueError, match=r"expected .*labels\.npy in -1\.\.1, got -?\d\.\.\d"):
+        open_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG_SPARSE.values(), ids=WRONG_SPARSE)

@@ -16,6 +16,7 @@ import megagraph as mg
 from megagraph import files
 from megagraph.cli import main
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.header import describe
 from megagraph.data.store import open_store, write_store
 from megagraph.data.tables import MAX_CATEGORIES, Tables, read_tables, write_tables
 
@@ -27,6 +28,9 @@ x y,5,,true,,
 """
 EDGES = 'from,to\n007,7\nx y,"z,1"\n"z,1",007\n7,007\n7,7\n'
 IDS = ["007", "7", "x y", "z,1"]
+BARE = 'id,x\n007,1\n7,2\nx y,2\n"z,1",3\n'
+SEVERAL = 'id,x,a,label:b,b c\n007,1,1,true,0\n7,2,,FALSE,1\nx y,2,,,\n"z,1",3,0,True,1\n'
+LABELS = [[1, 1, 0], [-1, 0, 1], [-1, -1, -1], [0, 1, 1]]
 
 
 def write(folder, **contents):
@@ -111,7 +115,7 @@ def test_integers_in_parquet_are_ids_and_number_columns(tmp_path):
 def test_another_graph_gets_the_columns_and_classes_of_the_first(tmp_path):
     first = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
     other = "name,member,city,age\nq,true,rome,7\n007,false,oslo,3\n"
-    graph = read_tables(write(tmp_path, nodes_csv=other, edges_csv="a,b\nq,007\n"), like=first.names)
+    graph = read_tables(write(tmp_path, nodes_csv=other, edges_csv="a,b\nq,007\n"), like=first)
     spread = (8 / 3) ** 0.5
     expected = [[4 / spread, 0, 0, 1, 0, 1 / 3**0.5], [0, 0, 0, 0, 1, -(3**0.5)]]  # oslo is none of the values
     np.testing.assert_allclose(graph.features, expected, rtol=1e-6)
@@ -130,6 +134,68 @@ def test_a_store_keeps_names_and_exports_them(tmp_path):
     np.testing.assert_array_equal(again.indices, graph.indices)
     np.testing.assert_array_equal(again.split.test, graph.split.test)
     assert edges.read_text().count("\n") == 1 + graph.num_edges // 2
+
+
+def test_several_columns_are_several_labels(tmp_path):
+    tables = replace(write(tmp_path, nodes_csv=SEVERAL, edges_csv=EDGES), label=("a", "label:b", "b c"))
+    graph = read_tables(tables)
+    assert graph.multi_label and graph.names.classes == ("a", "b", "b c") and graph.num_classes == 3
+    assert graph.labels.tolist() == LABELS and graph.labels.dtype == np.int8
+    assert [column.name for column in graph.names.columns] == ["x"]
+    write_store(graph, tmp_path / "store")
+    stored = open_store(tmp_path / "store")
+    assert_same(stored, graph)
+    said = describe(tmp_path / "store")
+    assert "1 features (float32), 3 labels, several a node, no split" in said
+    assert "\nlabels: a, b, b c\n" in said
+    nodes, edges = write_tables(stored, tmp_path / "tables")
+    assert nodes.read_text().splitlines()[0] == "id,label:a,label:b,label:b c,x0"
+    again = read_tables(Tables(nodes=nodes, edges=edges))  # no flags: columns that are called label:NAME
+    assert again.names.classes == graph.names.classes and again.labels.tolist() == LABELS
+    other = read_tables(replace(tables, label=("b c", "a", "label:b")), like=graph)
+    assert other.names.classes == ("a", "b", "b c") and other.labels.tolist() == LABELS
+
+
+def test_several_rows_of_an_id_are_several_labels(tmp_path):
+    given = dict(nodes_csv=BARE, edges_csv=EDGES)
+    graph = read_tables(write(tmp_path, **given, labels_csv='id,l\n7,10\n007,9\n7,9\n"z,1",\n'))
+    assert graph.multi_label and graph.names.classes == ("9", "10")  # numbers in the order of their values
+    assert graph.labels.tolist() == [[1, 0], [1, 1], [-1, -1], [-1, -1]]
+    once = write(tmp_path, **given, labels_csv="id,l\n7,10\n")
+    assert read_tables(once).labels.tolist() == [-1, 0, -1, -1]  # one class a node
+    assert read_tables(once, like=graph).labels.tolist() == [[-1, -1], [0, 1], [-1, -1], [-1, -1]]
+    bare = read_tables(write(tmp_path, **given), like=graph)
+    assert bare.labels.tolist() == [-1] * 4 and bare.num_classes == 2  # to predict
+
+
+@pytest.mark.parametrize(
+    ("changes", "label", "message"),
+    [
+        (dict(nodes_csv=SEVERAL), ("a", "b c"), "expected the labels a, b, b c in column a, b c of .*, got a, b c"),
+        (dict(nodes_csv=SEVERAL), ("a",), "expected several labels a node in column a of .*, as in .*, got one class"),
+        (dict(labels_csv="id,l\n7,d\n"), (), r"expected the classes a, b, b c in .*labels\.csv, got also d"),
+    ],
+)
+def test_other_labels_than_those_of_the_first_graph(tmp_path, changes, label, message):
+    first = replace(write(tmp_path, nodes_csv=SEVERAL, edges_csv=EDGES), label=("a", "label:b", "b c"))
+    graph = read_tables(first)
+    tables = write(tmp_path, **dict(nodes_csv=BARE, edges_csv=EDGES) | changes)
+    with pytest.raises(ValueError, match=message):
+        read_tables(replace(tables, label=label), like=graph)
+
+
+def test_several_labels_where_the_first_graph_has_one(tmp_path):
+    first = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
+    tables = write(tmp_path, nodes_csv=BARE, edges_csv=EDGES, labels_csv="id,l\n7,red\n7,blue\n")
+    with pytest.raises(ValueError, match=r"expected one class a node in .*labels\.csv, as in .*, got several labels"):
+        read_tables(tables, like=first)
+
+
+def test_lists_in_a_column_are_no_class(tmp_path):
+    polars.DataFrame({"id": ["7", "8"], "label": [["a"], ["a", "b"]]}).write_parquet(tmp_path / "nodes.parquet")
+    tables = replace(write(tmp_path, edges_csv="a,b\n7,8\n"), nodes=tmp_path / "nodes.parquet")
+    with pytest.raises(ValueError, match=r"expected a class in every row of column label .*, got List\(String\): sev"):
+        read_tables(tables)
 
 
 def test_numbers_are_exported_as_they_are(tmp_path):
@@ -194,7 +260,7 @@ BAD = {
         r"expected an id in every row of .*nodes\.csv, got 1 without, the first in row 6",
     ),
     "no such id column": ({}, {"id": "Name"}, r"expected a column Name in .*nodes\.csv, got name, age, city"),
-    "no such label": ({}, {"label": "target"}, r"expected a column target in .*nodes\.csv, got age, city"),
+    "no such label": ({}, {"label": ("target",)}, r"expected a column target in .*nodes\.csv, got age, city"),
     "no such column to drop": ({}, {"drop": ("town",)}, r"expected a column town in .*nodes\.csv"),
     "a text": (
         dict(nodes_csv="id,note\n" + "".join(f"{i},text {i}\n" for i in range(102)), edges_csv="a,b\n1,2\n"),
@@ -206,16 +272,41 @@ BAD = {
         {},
         r"expected finite numbers in column x of .*nodes\.csv, got inf in row 3",
     ),
-    "regression": ({}, {"label": "age"}, None),
+    "regression": ({}, {"label": ("age",)}, None),
     "fractions": (
         dict(nodes_csv='id,label\n007,1.5\n7,2\nx y,2\n"z,1",3\n'),
         {},
         r"expected classes in column label of .*nodes\.csv, got numbers such as 1\.5: regression is not supported",
     ),
-    "several labels": (
-        dict(nodes_csv='id,x\n007,1\n7,2\nx y,2\n"z,1",3\n', labels_csv="id,l\n7,a\n007,b\n7,b\n"),
+    "the same label twice": (
+        dict(nodes_csv=BARE, labels_csv="id,l\n7,a\n007,b\n7,b\n7,a\n"),
         {},
-        r"expected one class a node in .*labels\.csv, got another one of '7': several labels a node are not supported",
+        r"expected one class a node in .*labels\.csv, or several, .* got the same one again for '7', first in row 2",
+    ),
+    "a label and none": (
+        dict(nodes_csv=BARE, labels_csv="id,l\n7,a\n007,b\n7,\n"),
+        {},
+        r"expected one class a node in .*labels\.csv, or several, .* got a row without one for '7', first in row 4",
+    ),
+    "numbers in several labels": (
+        dict(nodes_csv='id,a,b\n007,1,0.5\n7,0,1\nx y,1,\n"z,1",1,0\n'),
+        {"label": ("a", "b")},
+        r"expected 0 or 1, .* in column a, b of .*nodes\.csv, got '0\.5' in b in row 2: .* \(regression\) are not supp",
+    ),
+    "classes in several labels": (
+        {},
+        {"label": ("member", "label")},
+        r"expected 0 or 1, true or false, or nothing in .*, got 'red' in label in row 2: .* Classes are one column",
+    ),
+    "a label column twice": (
+        {},
+        {"label": ("member", "member")},
+        "expected every column of labels once, got member, m",
+    ),
+    "one label and several": (
+        dict(nodes_csv=NODES.replace("member", "label:member")),
+        {},
+        r"expected a column label or columns label:NAME in .*nodes\.csv, got label and label:member; name",
     ),
     "labels twice": (
         dict(labels_csv="id,l\n7,a\n"),

@@ -13,8 +13,8 @@ from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
 from megagraph.data.structure import num_buckets
-from megagraph.epochs import loss_sum
 from megagraph.models.layers import Context
+from megagraph.objective import loss_sum
 
 MAX_DEGREE = 4
 

@@ -15,8 +15,8 @@ from bench.paper.epoch_time import EagerANSGT
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
-from megagraph.epochs import loss_sum
 from megagraph.models import transformer
+from megagraph.objective import loss_sum
 
 CONFIG = mg.ModelConfig(
     in_features=12, num_classes=4, layers=3, dim=16, ffn_dim=24, heads=2, global_tokens=2, bias_size=5

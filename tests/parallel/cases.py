@@ -25,8 +25,9 @@ from megagraph.data.batch import Batch, Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
-from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, own_share, train_step
+from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
+from megagraph.objective import loss_sum
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
@@ -102,12 +103,17 @@ SCHEDULES = {
     "odd-dp": (mg.Plan(dp=3), "ego", "fp64"),
     "checkpoint-dp": (mg.Plan(cp=2, dp=2, checkpoint=True), "graphormer", "fp64"),
     "gpipe-4": (mg.Plan(pp=4, layers=(1, 2, 1, 1), num_microbatches=4, checkpoint=True), "cluster", "fp32"),
+    # several labels a node, some of them not known, in cluster batches
+    "labels-pp": (mg.Plan(pp=2, layers=(1, 2), num_microbatches=2, schedule="1f1b"), "labels", "fp64"),
+    "labels-dp-3": (mg.Plan(dp=3, shares=(1, 2, 1), num_microbatches=2), "labels", "fp64"),
+    "labels-cp": (mg.Plan(cp=2, dp=2, shares=(1, 3), shard=True), "labels", "fp64"),
     "full-halo": (mg.Plan(cp=2, comm="halo"), "full", "fp64"),
     "full-allgather-3": (mg.Plan(cp=3, comm="allgather"), "full", "fp64"),
     "full-halo-4": (mg.Plan(cp=4, comm="halo", checkpoint=True, shard=True), "full", "fp64"),
     "full-ring-pp": (mg.Plan(pp=2, cp=2, comm="ring", layers=(1, 2)), "full", "fp64"),
 }  # fmt: skip
-GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2, "full": 1}
+GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2, "labels": 0, "full": 1}
+OF_CLUSTERS = ("cluster", "labels")
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
 CLIP_NORM = 0.1
@@ -123,14 +129,15 @@ def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
 
 
 def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM_LAYERS) -> mg.TrainConfig:
+    kind = "cluster" if batching in OF_CLUSTERS else "full" if batching == "full" else "ego"
     return mg.TrainConfig(
         model="graphormer" if batching == "graphormer" else "hierarchical",
         embedding="learned" if batching == "learned" else "features",
         bias="bucket" if batching == "learned" else "auto",
-        batching=batching if batching in ("cluster", "full") else "ego", top=4, dtype=dtype, layers=layers, dim=16,
+        batching=kind, top=4, dtype=dtype, layers=layers, dim=16,
         ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
-        batch_size=4 if batching == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
+        batch_size=4 if kind == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
         learning_rate=1e-3,
     )  # fmt: skip
 
@@ -139,9 +146,12 @@ def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM
 def graph_of(batching: str) -> Graph:
     """A third of the nodes has no label, so that ranks count different numbers of targets."""
     graph = synthetic_graph(
-        num_nodes=880 if batching == "cluster" else 89, num_classes=3, in_features=8, average_degree=4, seed=1
+        num_nodes=880 if batching in OF_CLUSTERS else 89, num_classes=3, in_features=8, average_degree=4, seed=1
     )
     unlabelled = np.random.default_rng(0).random(graph.num_nodes) < 0.33
+    if batching == "labels":
+        known = np.random.default_rng(1).integers(-1, 2, (graph.num_nodes, 5), np.int8)
+        return replace(graph, labels=np.where(unlabelled[:, None], np.int8(-1), known), num_classes=5)
     return replace(graph, labels=np.where(unlabelled, -1, graph.labels))
 
 
@@ -177,9 +187,11 @@ def train(
     in_features = builder.num_rows if batching == "learned" else 8
     bias_size = builder.structure.size
     unit, start = (tuple(np.linspace(*ends, bias_size).tolist()) for ends in ((0.5, 2), (-1, 1)))
+    graph = builder.graph
     model_config = config.model_config(
-        in_features=in_features, num_classes=3, bias_size=bias_size, bias_unit=unit, bias_start=start
-    )
+        in_features=in_features, num_classes=graph.num_classes, multi_label=graph.multi_label, bias_size=bias_size,
+        bias_unit=unit, bias_start=start,
+    )  # fmt: skip
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     with torch.no_grad():  # the initial weights are small; larger ones make every term count
         for parameter in model.parameters():
@@ -214,7 +226,7 @@ def train(
         scores = pipeline.logits(batches[0])
         result["scores"] = None if scores is None else scores.dtype
     if optimizer == "sgd" and dtype == "fp64":
-        nodes = np.arange(EVALUATED if batching not in ("cluster", "full") else builder.graph.num_nodes)
+        nodes = np.arange(EVALUATED if config.batching == "ego" else graph.num_nodes)
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
         result["probabilities"] = class_probabilities(pipeline, loader)
         before = {name: x.clone() for name, x in result["parameters"].items()}

@@ -14,8 +14,9 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
-from megagraph.epochs import loss_sum, make_optimizers, make_pipeline, train_step
+from megagraph.epochs import make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import make_loader, make_model
+from megagraph.objective import loss_sum
 from megagraph.parallel.embedding import _DRAWN_ROWS, NodeTable, _initial_rows
 
 CONFIG = mg.TrainConfig(

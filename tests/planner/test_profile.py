@@ -70,6 +70,18 @@ def test_bytes_of_other_dtypes_and_models(dtype, kind):
         assert cost.memory_bytes(config, mg.Plan(), given) == pytest.approx([observed], rel=0.02)
 
 
+def test_bytes_of_several_labels_a_node():
+    """Their loss keeps of every score itself, the label and whether it counts, in fp32."""
+    config = replace(CONFIG, bias="bucket", num_classes=300, multi_label=True)
+    workload = replace(WORKLOAD, num_nodes=126, num_targets=126)
+    cpu = torch.device("cpu")
+    cost = mg.planner.fit(json.loads(json.dumps(memory_rows(of_every_width(design(config, workload, cpu)), cpu))))
+    assert cost.memory["kept.class"] == pytest.approx(3 * 4, rel=0.05)
+    whole = Point(sequences=4, nodes=128, config=config, targets=126, feature_rows=4 * 128, num_super=2)
+    observed = observe_memory(whole, cpu)["peak_bytes"]
+    assert cost.memory_bytes(config, mg.Plan(), workload) == pytest.approx([observed], rel=0.03)
+
+
 def test_a_profile_is_of_its_dtype_model_and_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FIT_ERROR", 1e9)
     arguments = dict(device=torch.device("cpu"), budget_seconds=0.2, cache=tmp_path)

@@ -49,7 +49,7 @@ class Probe:
         mark, between = self.clock.mark, self.clock.between
         self.optimizer.zero_grad()
         mark("start")
-        loss = self.point.forward(self.model, self.inputs).square().mean()
+        loss = self.point.loss(self.point.forward(self.model, self.inputs))
         mark("forward end")
         loss.backward()
         mark("backward end")

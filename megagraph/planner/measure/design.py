@@ -16,6 +16,7 @@ from megagraph.data.structure import PADDING
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
+from megagraph.objective import loss_sum
 from megagraph.planner.workload import Precision, Workload, listed_scores
 
 PAIRED_NODES = 1 << 14  # of a sequence whose pairs are listed, at most
@@ -48,6 +49,12 @@ class Point:
         with torch.autocast(device, torch.bfloat16, enabled=self.dtype == "bf16"):
             scores: Tensor = model(**inputs)
         return scores
+
+    def loss(self, scores: Tensor) -> Tensor:
+        """Of class scores, as large as that of training."""
+        if not self.config.multi_label:
+            return scores.square().mean()
+        return loss_sum(scores, torch.ones_like(scores, dtype=torch.int8)) / scores.numel()
 
     def fields(self) -> dict[str, Any]:
         config, columns, listed = self.config, float(self.nodes), {}

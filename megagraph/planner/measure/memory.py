@@ -32,7 +32,7 @@ def observe_memory(point: Point, device: torch.device) -> dict[str, Any]:
 
     def step(after_forward: Callable[[], None]) -> None:
         optimizer.zero_grad()
-        loss = point.forward(model, inputs).square().mean()
+        loss = point.loss(point.forward(model, inputs))
         after_forward()
         loss.backward()
         optimizer.step()
@@ -114,7 +114,7 @@ def _train(point: Point, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):
         optimizer.zero_grad()
-        point.forward(model, inputs).square().mean().backward()
+        point.loss(point.forward(model, inputs)).backward()
         optimizer.step()
 
 
