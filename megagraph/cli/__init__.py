@@ -142,13 +142,17 @@ def main() -> None:
         print(f"megagraph: interrupted{go_on}", file=sys.stderr, flush=True)
         _end(130)
     except BaseException as error:
-        from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
-
         named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError, MemoryError)
-        short = isinstance(error, named) or is_of_a_peer(error) or is_out_of_memory(error)
+        short = isinstance(error, named) or _says_enough(error)
         message = f"megagraph: error: {error}" if short else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         _end(1)
+
+
+def _says_enough(error: BaseException) -> bool:
+    from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
+
+    return is_of_a_peer(error) or is_out_of_memory(error)
 
 
 def _end(code: int) -> NoReturn:

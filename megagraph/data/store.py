@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -40,12 +40,11 @@ from megagraph.data.check import check_arrays
 from megagraph.data.graph import PARTS, Graph, Split
 from megagraph.data.header import DTYPES, load_header, names_in, num_bytes, read_header, write_header
 from megagraph.data.names import Ids, Names, Vocabulary
+from megagraph.data.options import FeatureForm
 
 _CHUNK_ROWS = 1 << 16
 _CHUNK_BYTES = 1 << 24
 _TICK_NS = 20_000_000  # two changes of a file that are further apart differ in its ctime
-
-FeatureForm = Literal["same", "fp32", "fp16", "sparse"]
 
 
 class StoreWriter:
