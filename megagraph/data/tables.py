@@ -100,7 +100,7 @@ def _polars() -> Any:
     try:
         import polars
     except ImportError as error:
-        raise ImportError("tables are read by the polars package: pip install 'megagraph[tables]'") from error
+        raise ImportError("tables are read by the polars package: pip install 'megagraph[train]'") from error
     return polars
 
 
