@@ -22,7 +22,7 @@ _MAX_SECONDS = 86400  # a day
 
 
 def profile(
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")],
+    config: TrainConfig,
     rows: Path = Path("profile.json"),
     cluster: Path = Path("cluster.json"),
     seconds: float = 60.0,
