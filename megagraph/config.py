@@ -39,7 +39,13 @@ _MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; every field is a flag of ``megagraph train``."""
+    """How to train; every field is a flag of ``megagraph train``, and checked here: ValueError names what is wrong.
+
+    Examples:
+        >>> config = mg.TrainConfig(dataset="cora", root="data", plan="2,2,1", microbatches=4, schedule="1f1b")
+        >>> config.parallel_plan().world_size
+        4
+    """
 
     dataset: str = "synthetic"
     """synthetic, citeseer, cora, pubmed, dblp, computers, photo, cs, physics, actor, chameleon, squirrel, roman-empire,

@@ -86,7 +86,14 @@ class Summary:
 class Trainer:
     """Train a model on one graph.
 
-    Example: ``summary = Trainer(TrainConfig(dataset="cora", root=Path("data"))).fit()``
+    Args:
+        config: what, how and for how long.
+
+    Examples:
+        >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
+        >>> summary = mg.Trainer(mg.TrainConfig(max_steps=2, out="runs/new", **small)).fit()  # a generated graph
+        >>> summary.steps, summary.run
+        (2, 'runs/new')
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -99,8 +106,8 @@ class Trainer:
 
         Args:
             run: its folder.
-            changes: fields of the configuration that the numbers do not depend on. Another ``plan`` takes none of the
-                other fields of the layout from the run.
+            changes: fields of the configuration that the numbers do not depend on, or more ``epochs`` or ``max_steps``.
+                Another ``plan`` takes none of the other fields of the layout from the run.
 
         Raises:
             FileNotFoundError: ``run`` is not the folder of a run.

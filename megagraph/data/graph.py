@@ -46,6 +46,15 @@ class Graph:
         features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
         labels:   [V]        int64    class, -1 = not labelled
     ``split`` is the data set's own split, None where it has none; ``names`` are those of a graph from tables.
+
+    Raises:
+        ValueError: a graph without nodes or edges, or numbers that are not as said.
+
+    Examples:
+        >>> edge_index = torch.tensor([[0, 1], [1, 2]])
+        >>> graph = mg.Graph.from_data(Data(x=torch.randn(3, 8), edge_index=edge_index, y=torch.tensor([0, 1, -1])))
+        >>> graph.num_nodes, graph.num_edges, graph.num_classes
+        (3, 4, 2)
     """
 
     name: str
@@ -147,7 +156,11 @@ class Graph:
                 Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
                 Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
                 refused, and so are several labels a node.
+            name: what to call it.
             seed: takes split number ``seed`` modulo n.
+
+        Raises:
+            ValueError: an attribute that is missing or not as said; it is named.
         """
         if isinstance(data, tuple):
             graph, labels = data
@@ -169,7 +182,11 @@ class Graph:
     def from_arrays(
         cls, name: str, x: np.ndarray, edge_index: np.ndarray, y: np.ndarray, split: Split | None = None
     ) -> Graph:
-        """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels [V] or [V, 1]."""
+        """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels [V] or [V, 1].
+
+        Raises:
+            ValueError: an array of another shape or dtype, a feature that is not finite, an edge of no node.
+        """
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         if y.ndim != 1:

@@ -38,6 +38,13 @@ def split_layers(
     Raises:
         ValueError: fewer layers than stages, a limit that is not above 0, a cost that is NaN or negative.
         NoFeasiblePlan: no split fits the limit.
+
+    Examples:
+        A first stage that takes as long as 3.5 layers more.
+
+        >>> seconds = lambda stage, start, stop: stop - start + 3.5 * (stage == 0)
+        >>> mg.planner.split_layers(24, 4, seconds, lambda stage, start, stop: 1.0, limit_bytes=1.0)
+        (4, 7, 7, 6)
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"num_stages must be in 1..num_layers = {num_layers}, got {num_stages}")
