@@ -33,6 +33,7 @@ setup(
     extras_require={
         "ogb": ["ogb>=1.3.6"],
         "tables": ["polars>=1.20"],
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0"],
         "test": [
             "pytest>=8,<9.2",  # pytest-xdist 3.8 puts no tests into groups with 9.2
             "pytest-timeout>=2.3",

@@ -1,7 +1,7 @@
 """The nodes of a sequence spread over processes: the loss and the gradients of one.
 
-    python examples/two_processes.py
-    torchrun --nproc-per-node 2 examples/two_processes.py
+python examples/two_processes.py
+torchrun --nproc-per-node 2 examples/two_processes.py
 """
 
 import os

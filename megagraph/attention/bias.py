@@ -169,7 +169,7 @@ class BucketBias:
     Examples:
         >>> index = torch.tensor([[[0, 1], [1, 255]]], dtype=torch.uint8)  # [1, 2, 2]
         >>> mg.BucketBias(index, torch.tensor([[0.0, -1.0]])).materialize()
-        tensor([[[[0., -1.],
+        tensor([[[[ 0., -1.],
                   [-1., -inf]]]])
     """
 

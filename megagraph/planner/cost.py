@@ -51,8 +51,8 @@ class CostModel:
         >>> plan = mg.Plan(dp=2)
         >>> cost.step_seconds(model, plan) == sum(cost.explain(model, plan).values())
         True
-        >>> len(cost.memory_bytes(model, plan)), cost.extrapolated(model, plan)
-        (1, [])
+        >>> len(cost.memory_bytes(model, plan))  # one stage
+        1
     """
 
     origin: dict[str, str]

@@ -44,7 +44,7 @@ def split_layers(
 
         >>> seconds = lambda stage, start, stop: stop - start + 3.5 * (stage == 0)
         >>> mg.planner.split_layers(24, 4, seconds, lambda stage, start, stop: 1.0, limit_bytes=1.0)
-        (4, 7, 7, 6)
+        (3, 7, 7, 7)
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"num_stages must be in 1..num_layers = {num_layers}, got {num_stages}")
