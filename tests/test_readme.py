@@ -20,10 +20,7 @@ import megagraph as mg
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-BLOCKS = {
-    name: [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "--8<--" not in block]
-    for name, text in PAGES.items()
-}
+BLOCKS = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in PAGES.items()}
 SHOWN = [name for page in PAGES.values() for name in re.findall(r"^::: (.*)$", page, re.MULTILINE)]
 # what functions give and raise, and the base of models
 WITHOUT_EXAMPLE = ("SearchResult", "Candidate", "NoFeasiblePlan", "Summary", "GraphTransformer")
