@@ -53,34 +53,50 @@ from megagraph.weights import fill, read_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The result of a run; what is said of validation and test nodes is that of the best validation epoch."""
+    """The result of a run; what is said of validation and test nodes is that of the best validation epoch.
+
+    Attributes:
+        majority_accuracy: of always answering the largest class of the training nodes, on the test nodes.
+        skipped_steps: those whose loss or gradient was not finite.
+        epoch_seconds: median, training only.
+        evaluation_seconds: median per epoch.
+        sequence_nodes: N.
+        peak_memory_bytes: of the device, of the process on a CPU; the largest of all processes.
+        measured_step_seconds: median.
+        bias_changed_classes: part of the validation and test nodes, by the last weights: see ``ablation.BiasEffect``.
+        test_roc_auc, best_val_roc_auc: of two classes.
+        predicted_step_seconds: by ``--plan auto``.
+        predicted_memory_bytes: without the program itself, which a CPU's peak contains.
+        sampling_mass: part of PageRank on others that a target of ego batches samples from.
+        power_scope: of the adjacency powers of a projected bias.
+    """
 
     run: str
     test_accuracy: float
     best_val_accuracy: float
     best_epoch: int
-    majority_accuracy: float  # of always answering the largest class of the training nodes, on the test nodes
+    majority_accuracy: float
     epochs: int
     steps: int
-    skipped_steps: int  # whose loss or gradient was not finite
-    epoch_seconds: float  # median, training only
-    evaluation_seconds: float  # median per epoch
+    skipped_steps: int
+    epoch_seconds: float
+    evaluation_seconds: float
     preprocess_seconds: float
-    sequence_nodes: int  # N
+    sequence_nodes: int
     parameters: int
-    peak_memory_bytes: int  # of the device, of the process on a CPU; the largest of all processes
+    peak_memory_bytes: int
     device: str
-    measured_step_seconds: float  # median
-    bias_changed_classes: float | None = None  # of validation and test nodes, by the last weights: see BiasEffect
+    measured_step_seconds: float
+    bias_changed_classes: float | None = None
     bias_correlation: float | None = None
     bias_norm: float | None = None
     bias_start_norm: float | None = None
-    test_roc_auc: float | None = None  # of two classes
+    test_roc_auc: float | None = None
     best_val_roc_auc: float | None = None
-    predicted_step_seconds: float | None = None  # by --plan auto
-    predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
-    sampling_mass: float | None = None  # of PageRank on others, that a target of ego batches samples from
-    power_scope: str | None = None  # of the adjacency powers of a projected bias
+    predicted_step_seconds: float | None = None
+    predicted_memory_bytes: int | None = None
+    sampling_mass: float | None = None
+    power_scope: str | None = None
 
 
 class Trainer:
