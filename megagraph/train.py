@@ -64,7 +64,7 @@ class Summary:
         peak_memory_bytes: of the device, of the process on a CPU; the largest of all processes.
         measured_step_seconds: median.
         bias_changed_classes: part of the validation and test nodes, by the last weights: see ``ablation.BiasEffect``.
-        test_roc_auc, best_val_roc_auc: of two classes.
+        test_roc_auc: of two classes; so best_val_roc_auc.
         predicted_step_seconds: by ``--plan auto``.
         predicted_memory_bytes: without the program itself, which a CPU's peak contains.
         sampling_mass: part of PageRank on others that a target of ego batches samples from.
