@@ -140,6 +140,9 @@ class Trainer:
         Args:
             data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
 
+        Returns:
+            the summary, which is also in the run folder, as summary.json.
+
         Raises:
             ValueError: bad data, configuration or plan, on every process alike; nothing has been trained by then.
             FileExistsError, TimeoutError, OSError: the run folder is taken, in use, or cannot be written.

@@ -36,11 +36,6 @@ class BiasedRingAttention(nn.Module):
         impl: see [megagraph.biased_attention][].
         device, dtype: of the parameters.
 
-    Shapes:
-        x:         [B, S, E]
-        attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; M = ``num_queries`` or S
-        returns    [B, M, E]
-
     Memory per rank, in elements of [B, S, E]: x, q, k, v and the result are kept for backward, no scores. In a ring the
     fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
     and three visiting blocks of gradients (two for P = 2).
@@ -49,7 +44,7 @@ class BiasedRingAttention(nn.Module):
     ``comm="halo"`` those h of other ranks that pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; a shape above does not hold;
+        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; in a call a shape does not hold;
             on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
 
     Examples:
@@ -96,6 +91,10 @@ class BiasedRingAttention(nn.Module):
         impl: Impl | None = None,
     ) -> BiasedRingAttention:
         """One with copies of the parameters of ``module``; its x is [B, S, E], whatever ``module.batch_first`` is.
+
+        Args:
+            module: what to copy.
+            mesh, comm, impl: as of this class.
 
         Raises:
             ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.

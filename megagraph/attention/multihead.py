@@ -61,6 +61,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_multihead_attention(cls, module: nn.MultiheadAttention, *, impl: Impl | None = None) -> MultiheadAttention:
         """One with the same parameters: those of ``module``, not copies.
 
+        Args:
+            module: whose place it takes.
+            impl: see [megagraph.biased_attention][].
+
         Raises:
             ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
         """
@@ -83,10 +87,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend; shapes as of ``nn.MultiheadAttention``, [B, M, E] with ``batch_first``, [M, B, E] without, or [M, E].
 
         Args:
+            query: whose rows attend.
+            key: [B, N, E], and so on, attended to.
+            value: as key.
             key_padding_mask: bool [B, N], True = ignore; or floating point, 0 or -inf.
             need_weights: must be False, and is by default: the weights never exist as a whole.
             attn_mask: bool, True = must not attend, or floating point, added to the scores; [M, N] or [B * H, M, N].
                 Beside an ``attn_bias`` that is no dense one, there is no place for it.
+            average_attn_weights: has no effect, as there are none.
             is_causal: a hint that ``attn_mask`` is causal; it must be there.
 
         Returns:

@@ -40,12 +40,17 @@ def random_split(labels: np.ndarray, seed: int, train: float = 0.6, val: float =
 class Graph:
     """An undirected graph with node features and labels, checked once, here.
 
-    Shapes (V nodes, E directed edges, both directions of every edge stored):
-        indptr:   [V + 1]    int64    CSR row starts
-        indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
-        features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
-        labels:   [V]        int64    class, -1 = not labelled
-    ``split`` is the data set's own split, None where it has none; ``names`` are those of a graph from tables.
+    V nodes, E directed edges: both directions of every edge are stored.
+
+    Args:
+        name: what to call it.
+        indptr: int64 [V + 1], CSR row starts.
+        indices: int32 [E], neighbours, ascending in every row, no self loops, no duplicates.
+        features: finite, float32 or float16 [V, d_in], or a float32 CSR matrix.
+        labels: int64 [V], class, -1 = not labelled.
+        num_classes: classes are 0 to one less.
+        split: the data set's own; ``None`` where it has none.
+        names: of nodes, classes and columns, of a graph from tables.
 
     Raises:
         ValueError: a graph without nodes or edges, or numbers that are not as said.
@@ -101,6 +106,7 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
+        """V."""
         return len(self.indptr) - 1
 
     @property
@@ -110,6 +116,7 @@ class Graph:
 
     @property
     def in_features(self) -> int:
+        """d_in."""
         return self.features.shape[1]
 
     def read_features(self, nodes: np.ndarray, out: np.ndarray) -> None:

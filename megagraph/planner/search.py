@@ -112,6 +112,9 @@ def search(
         fixed: fields of the plan that are given, as ``{"pp": 1}``.
         strict: refuse plans that need sizes outside the measured ones.
 
+    Returns:
+        the best candidate, and all of them.
+
     Raises:
         ValueError: a world size or memory limit that is not above 0, an unknown field in ``fixed``.
         NoFeasiblePlan: nothing fits; the message says what is tightest and what to change.

@@ -35,6 +35,9 @@ def split_layers(
         seconds, memory_bytes: (stage, start, stop) -> cost of the layers start..stop-1 on that stage.
         limit_bytes: what a stage may need at most.
 
+    Returns:
+        layers of every stage.
+
     Raises:
         ValueError: fewer layers than stages, a limit that is not above 0, a cost that is NaN or negative.
         NoFeasiblePlan: no split fits the limit.
