@@ -57,6 +57,7 @@ def test_example(example, checkout):
     runpy.run_path(str(example))
 
 
+@pytest.mark.slow
 def test_tables_become_predictions(checkout):
     done = subprocess.run([ROOT / "examples" / "csv.sh"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -44,8 +44,8 @@ class BiasedRingAttention(nn.Module):
     ``comm="halo"`` those h of other ranks that pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; in a call a shape does not hold;
-            on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
+        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; in a call a shape does not
+            hold, or on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
 
     Examples:
         >>> attention = mg.BiasedRingAttention(32, num_heads=4, dropout=0.1)
