@@ -59,7 +59,8 @@ def test_example(example, checkout):
 
 @pytest.mark.slow
 def test_tables_become_predictions(checkout):
-    done = subprocess.run([ROOT / "examples" / "csv.sh"], capture_output=True, text=True, timeout=600)
+    script, environment = ROOT / "examples" / "csv.sh", os.environ | {"TMPDIR": str(checkout)}
+    done = subprocess.run([script], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^node,class,probability_0,.*\n0,\d,0\.\d+", done.stdout, re.MULTILINE), done.stdout
 
