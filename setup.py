@@ -41,6 +41,7 @@ setup(
     extras_require={
         "ogb": ["ogb>=1.3.6"],
         "train": TRAIN,
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=1.0"],
         "test": [
             *TRAIN,
             "triton>=3.6,<3.8; platform_system == 'Linux'",  # its interpreter; torch for a GPU brings its own

@@ -215,6 +215,12 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
         FileExistsError: ``out`` is a file of the run, or a link.
         ValueError: ``out`` is no .npy or .csv; a file of the run is damaged; the graph does not have the features that
             the model was trained on, or, for a learned embedding, is another graph.
+
+    Examples:
+        >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
+        >>> _ = mg.Trainer(mg.TrainConfig(max_steps=2, out="runs/trained", **small)).fit()
+        >>> mg.predict("runs/trained").shape
+        (2000, 6)
     """
     if out is not None:
         Run.open(run).check_output(Path(out))

@@ -112,6 +112,9 @@ class DenseBias:
         values: floating point [B or 1, H or 1, M, N]; -inf means "cannot attend". Sparse: hybrid CSR [M, N, H], and
             after construction [P, H].
         relation: the pairs of sparse values.
+
+    Raises:
+        ValueError: a shape or dtype above does not hold; a boolean mask, which is ambiguous.
     """
 
     values: Tensor
@@ -175,6 +178,15 @@ class BucketBias:
             construction [P].
         table: learned, floating point [H, R], R <= 255.
         relation: the pairs of a sparse index.
+
+    Raises:
+        ValueError: a shape or dtype above does not hold.
+
+    Examples:
+        >>> index = torch.tensor([[[0, 1], [1, 255]]], dtype=torch.uint8)  # [1, 2, 2]
+        >>> mg.BucketBias(index, torch.tensor([[0.0, -1.0]])).materialize()
+        tensor([[[[ 0., -1.],
+                  [-1., -inf]]]])
     """
 
     index: Tensor
@@ -247,6 +259,13 @@ class ProjectedBias:
         weight: learned, floating point [H, C].
         mask: optional bool [B or 1, M, N], True means "cannot attend"; a sparse bias leaves a pair out instead.
         relation: the pairs of sparse channels.
+
+    Raises:
+        ValueError: a shape or dtype above does not hold; channels that ask for a gradient.
+
+    Examples:
+        >>> mg.ProjectedBias(torch.rand(2, 6, 50, 50), torch.zeros(4, 6, requires_grad=True)).shape
+        torch.Size([2, 4, 50, 50])
     """
 
     channels: Tensor

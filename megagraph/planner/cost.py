@@ -52,6 +52,17 @@ class CostModel:
         ranges: least and largest measured value of the sizes that the terms are made of.
         held_out: errors on a random third (seed 0) of the rows, fitted to the rest.
         workload, model: of the profile; what is searched for unless another one is given.
+
+    Examples:
+        A file of a checkout, fitted on two processes of a CPU.
+
+        >>> cost = mg.planner.CostModel.load("bench/results/cpu/real_plans/cost.json")
+        >>> model, workload = cost.profiled()
+        >>> plan = mg.Plan(dp=2)
+        >>> cost.step_seconds(model, plan) == sum(cost.explain(model, plan).values())
+        True
+        >>> len(cost.memory_bytes(model, plan))  # one stage
+        1
     """
 
     origin: dict[str, str]
