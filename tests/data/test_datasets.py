@@ -148,6 +148,8 @@ def test_graph_refuses_labels_and_features_that_do_not_fit():
     fields = {"name": "g", "indptr": graph.indptr, "indices": graph.indices}
     with pytest.raises(ValueError, match=r"expected labels in 0\.\.1, .* got 0\.\.2"):
         Graph(**fields, features=graph.features, labels=graph.labels, num_classes=2)
+    with pytest.raises(ValueError, match="expected several labels a node as int8, got int64; convert them"):
+        Graph(**fields, features=graph.features, labels=np.ones((4, 3), np.int64), num_classes=3)
     with pytest.raises(ValueError, match=r"expected features of shape \[4, d_in\], got \[3, 4\]"):
         Graph(**fields, features=graph.features[:3], labels=graph.labels, num_classes=3)
 
