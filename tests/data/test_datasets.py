@@ -54,6 +54,7 @@ def test_several_labels_of_any_type(dtype):
     expected = y.numpy().astype(np.int8)
     if dtype.is_floating_point:
         y[1], expected[1] = torch.tensor([float("nan"), -1]), -1
+        y[3, 0], expected[3, 0] = float("nan"), -1  # the node has another one that is known
     graph = Graph.from_data(data(y=y))
     assert graph.multi_label and graph.num_classes == 2 and graph.labels.dtype == np.int8
     np.testing.assert_array_equal(graph.labels, expected)
