@@ -285,14 +285,14 @@ def _throughput(root: Path | None, case: str) -> dict[str, Any]:
     def steps_of(given: Iterable[Batch]) -> tuple[float, list[float]]:
         """Steps a second after the first few, and the wait for each batch."""
         stalls = []
-        batches_left, waiting = iter(given), time.perf_counter()
+        batches_left, waiting = pipeline.receive(given), time.perf_counter()
         for step in range(WARM_STEPS + STEPS):
             batch = next(batches_left)
             stalls.append(time.perf_counter() - waiting)
             if step == WARM_STEPS:
                 started = waiting
             keys = dropout_keys(SEED, step, batch.sequence_ids)
-            train_step(pipeline, optimizers, pipeline.receive(batch), keys, config.clip_norm)
+            train_step(pipeline, optimizers, batch, keys, config.clip_norm)
             waiting = time.perf_counter()
         return STEPS / (waiting - started), stalls[WARM_STEPS:]
 

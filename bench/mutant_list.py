@@ -145,7 +145,7 @@ AUDITED = (
         "_behind(visit, hop_of_gradients)",
     ),
     Mutant(
-        "no headroom", "megagraph/planner/search.py", "self.limits = limits * (1 - HEADROOM)", "self.limits = limits"
+        "no headroom", "megagraph/planner/searching.py", "self.limits = limits * (1 - HEADROOM)", "self.limits = limits"
     ),
     Mutant(
         "all-reduce over dp alone",
@@ -156,7 +156,7 @@ AUDITED = (
     Mutant(
         "features of the first stage are free",
         "megagraph/planner/memory.py",
-        "    boundary[0] += work.batch_sequences * feature_bytes(work.feature_rows, config.in_features, work.codes)\n",
+        "    boundary[0] += _batches(rates, work) * work.batch_sequences * features\n",
         "",
     ),
     Mutant(

@@ -29,7 +29,7 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "the first uneven plan is taken",
-        "megagraph/planner/search.py",
+        "megagraph/planner/searching.py",
         "if best is not None and _rank(found) >= _rank(best):",
         "if best is not None or _rank(found) >= _rank(best):",
     ),
@@ -74,7 +74,7 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "no interleaved plan of one layer a stage",
-        "megagraph/planner/search.py",
+        "megagraph/planner/searching.py",
         "if num % pp == 0 and 2 * pp <= num_layers:",
         "if num % pp == 0 and 2 * pp < num_layers:",
     ),
@@ -86,13 +86,13 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "rings of one rank gather",
-        "megagraph/planner/search.py",
+        "megagraph/planner/searching.py",
         'if cp > 1 else ("ring",)',
         'if cp >= 1 else ("ring",)',
     ),
     Mutant(
         "splits of more stages",
-        "megagraph/planner/search.py",
+        "megagraph/planner/searching.py",
         "combinations(range(1, num_layers), plan.num_stages - 1)",
         "combinations(range(1, num_layers), plan.num_stages + 1)",
     ),
@@ -177,7 +177,7 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "more sequences than there are",
-        "megagraph/data/batch.py",
+        "megagraph/data/options.py",
         "number * end // ends[-1] for end in ends",
         "number * end // ends[-2] for end in ends",
     ),

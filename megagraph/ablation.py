@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megagraph.config import Part
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
 from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
@@ -22,8 +23,6 @@ from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.mesh import on_rank_zero
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.replicate import gather_tensors
-
-Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "samples"]
 
 
 def evaluate(

@@ -23,7 +23,7 @@ from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, ran
 from megagraph.planner.fitting import fit
 from megagraph.planner.profile import FIT_ERROR, predicts, profile
 from megagraph.planner.rows import Row
-from megagraph.planner.search import Candidate, search
+from megagraph.planner.searching import Candidate, search
 from megagraph.planner.workload import Workload
 
 CACHE = Path.home() / ".cache" / "megagraph"

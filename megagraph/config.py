@@ -9,9 +9,7 @@ import math
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from megagraph import files, flags
 from megagraph.data.options import Batching, BatchOptions, Scope
@@ -19,7 +17,11 @@ from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Across, Plan, ScheduleName
 from megagraph.planner.workload import Precision
 
+if TYPE_CHECKING:
+    import torch  # takes longer to import than to say what a flag means
+
 AUTO = Path("auto")
+Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "samples"]  # that a model may do without
 # how the processes share the work, which the numbers do not depend on
 LAYOUT_FIELDS = (
     "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
@@ -39,7 +41,7 @@ _MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; every field is a flag of ``megagraph train``."""
+    """How to train; every field is a flag of ``megagraph train``, and checked here: ValueError names what is wrong."""
 
     dataset: str = "synthetic"
     """synthetic, citeseer, cora, pubmed, dblp, computers, photo, cs, physics, actor, chameleon, squirrel, roman-empire,
@@ -74,11 +76,13 @@ class TrainConfig:
     embedding: Literal["features", "learned"] = ModelConfig.embedding
     """features: a projection of the node's features; learned: a vector of its own for every node of this graph."""
     layers: int = ModelConfig.layers
+    """Transformer layers."""
     dim: int = ModelConfig.dim
     """Hidden width d."""
     ffn_dim: int = ModelConfig.ffn_dim
     """Inner width of the feed-forward network."""
     heads: int = ModelConfig.heads
+    """Attention heads; they divide dim."""
     global_tokens: int = BatchOptions.global_tokens
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"
@@ -97,8 +101,11 @@ class TrainConfig:
     max_degree: int = ModelConfig.max_degree
     """Degrees that graphormer tells apart."""
     dropout: float = ModelConfig.dropout
+    """Probability to drop a number of a hidden state."""
     input_dropout: float = ModelConfig.input_dropout
+    """The same where nodes are embedded."""
     attention_dropout: float = ModelConfig.attention_dropout
+    """Probability to drop an attention weight."""
 
     propagate: int = BatchOptions.propagate
     """Beside a node's features those of its surroundings, averaged once, twice, ... so many times."""
@@ -129,6 +136,7 @@ class TrainConfig:
     """Super nodes of a sequence with the global tokens; default for ego batches one more than these, else 64."""
 
     epochs: int = 5
+    """Passes over the training nodes."""
     patience: int | None = None
     """Stop after so many epochs in a row without a better one on the validation nodes."""
     max_steps: int | None = None
@@ -147,6 +155,7 @@ class TrainConfig:
     """By what on the validation nodes the best epoch is chosen: accuracy or, for two classes, roc_auc; of several
     labels a node micro_f1, macro_f1, average_precision or roc_auc. auto: the first."""
     seed: int = 0
+    """Of the split, the weights, sampling and dropout."""
     dtype: Precision = "fp32"
     """bf16: mixed precision, weights stay in fp32."""
     device: str = "auto"
@@ -352,7 +361,7 @@ class TrainConfig:
     @property
     def batch_options(self) -> BatchOptions:
         """The batches to train on."""
-        channel_dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        channel_dtype = "bf16" if self.dtype == "bf16" else "fp32"
         return BatchOptions(**self._fields_of(BatchOptions, bias=self.bias_form, channel_dtype=channel_dtype))
 
     def _fields_of(self, kind: type[BatchOptions] | type[ModelConfig], **given: Any) -> dict[str, Any]:
@@ -367,6 +376,8 @@ class TrainConfig:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
+        import torch
+
         return torch.float64 if self.dtype == "fp64" else torch.float32
 
     def torch_device(self) -> torch.device:
@@ -375,6 +386,8 @@ class TrainConfig:
         Raises:
             ValueError: there is no such device.
         """
+        import torch
+
         if self.device == "auto" and not torch.cuda.is_available():
             return torch.device("cpu")
         if self.device == "auto" or (self.device == "cuda" and torch.cuda.is_available()):

@@ -303,7 +303,8 @@ class Epochs:
         self.pipeline.train()
         silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
         batches = self.train_loader.epoch(self.epoch, self.batch)
-        progress = tqdm(batches, desc=f"epoch {self.epoch}", leave=False, disable=silent)
+        received = self.pipeline.receive(batches)
+        progress = tqdm(received, desc=f"epoch {self.epoch}", total=len(batches), leave=False, disable=silent)
         waiting = time.perf_counter()
         for batch in _waiting_for(progress):
             stall_seconds = time.perf_counter() - waiting
@@ -366,7 +367,6 @@ class Epochs:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("scale", 1.0)
-        batch = self.pipeline.receive(batch)
         keys = dropout_keys(config.seed, self.step, batch.sequence_ids)
         with record_function(STEP):
             loss, norm = train_step(self.pipeline, self.optimizers, batch, keys, config.clip_norm, self.stop)

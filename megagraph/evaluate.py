@@ -146,9 +146,9 @@ def _votes(
     """Nodes [n] and votes [n, classes + 1] of every batch, from the ranks that have the last stage: probabilities, and
     a one to count them."""
     pipeline.train(False)
-    for batch in loader.epoch(0):
+    for batch in pipeline.receive(loader.epoch(0)):
         between()
-        batch = change(pipeline.receive(batch))
+        batch = change(batch)
         scores = pipeline.logits(batch)
         if scores is not None:
             real = batch.target_nodes >= 0
@@ -215,6 +215,12 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
         FileExistsError: ``out`` is a file of the run, or a link.
         ValueError: ``out`` is no .npy or .csv; a file of the run is damaged; the graph does not have the features that
             the model was trained on, or, for a learned embedding, is another graph.
+
+    Examples:
+        >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
+        >>> _ = mg.Trainer(mg.TrainConfig(max_steps=2, out="runs/trained", **small)).fit()
+        >>> mg.predict("runs/trained").shape
+        (2000, 6)
     """
     if out is not None:
         Run.open(run).check_output(Path(out))

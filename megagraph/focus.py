@@ -66,10 +66,9 @@ def attention_focus(run: Path | str, data: Any = None, *, most_batches: int = MO
     layers = opened.pipeline.config.layers
     sums, rows = np.zeros((layers, config.heads, len(kinds))), np.zeros(layers, np.int64)
     opened.pipeline.train(False)
-    for batch in islice(loader.epoch(0), most_batches):
-        received = opened.pipeline.receive(batch)
-        index = None if config.bias_form == "bucket" else _kinds(received, config.channels)
-        found, counts = _of_batch(stage.model, opened.pipeline.logits, received, index, len(kinds))
+    for batch in opened.pipeline.receive(islice(loader.epoch(0), most_batches)):
+        index = None if config.bias_form == "bucket" else _kinds(batch, config.channels)
+        found, counts = _of_batch(stage.model, opened.pipeline.logits, batch, index, len(kinds))
         sums, rows = sums + found, rows + counts
     return Focus(shares=sums / np.maximum(rows, 1)[:, None, None], kinds=kinds)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megagraph.timeline import SPANS, STAGE, STEP, Span
+from megagraph.timeline import SPANS, STAGE, STEP, Span, steps
 
 
 def curves(metrics: list[dict[str, Any]], path: Path) -> None:
@@ -72,28 +73,50 @@ def _by_layer_and_head(values: np.ndarray, start: np.ndarray | None, labels: lis
     figure.savefig(path, dpi=120)
 
 
-def timeline(spans: list[Span], path: Path) -> None:
-    """A row per rank: stages as wide bars, what they do inside and what goes on beside them as narrow ones."""
+def timeline(spans: list[Span], path: Path, predicted: list[Span] | None = None) -> None:
+    """A row per rank: stages as wide bars, what they do inside and what goes on beside them as narrow ones.
+
+    Args:
+        predicted: one step, drawn below from the start of every step.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ranks = sorted({span.rank for span in spans})
-    steps = [span for span in spans if span.name == STEP]
-    origin, end = min(span.start for span in steps), max(span.stop for span in steps)
-    figure = Figure(figsize=(11, 1.5 + 0.6 * len(ranks)), layout="constrained")
+    whole = [span for step in steps(spans) for span in step]
+    origin, end = min(span.start for span in whole), max(span.stop for span in whole)
+    parts = {"traced": spans}
+    if predicted is not None:
+        parts["predicted"] = [
+            replace(span, start=start + span.start, stop=start + span.stop)
+            for start in (min(span.start for span in step) for step in steps(spans))
+            for span in predicted
+        ]
+        end = max(end, *(span.stop for span in parts["predicted"]))
+    figure = Figure(figsize=(11, 1.5 + 0.6 * len(ranks) * len(parts)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, of_part) in zip(panels, parts.items(), strict=True):
+        _rows_of_ranks(axes, of_part, ranks, origin, end)
+        if predicted is not None:
+            axes.set_title(title, fontsize="medium")
+    for i, name in enumerate(SPANS):
+        if any(span.name == name for of_part in parts.values() for span in of_part):
+            panels[0].broken_barh([], (0, 0), color=f"C{i}", label=name)
+    panels[-1].set(xlabel="milliseconds", xlim=(0, (end - origin) * 1e3))
+    figure.legend(loc="outside upper center", ncols=len(SPANS), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _rows_of_ranks(axes: Any, spans: list[Span], ranks: list[int], origin: float, end: float) -> None:
     for i, name in enumerate(SPANS):
         for rank in ranks:
             own = [s for s in spans if s.name == name and s.rank == rank and s.stop > origin and s.start < end]
             bars = [((s.start - origin) * 1e3, (s.stop - s.start) * 1e3) for s in own]
             low, height = (-0.4, 0.8) if name in STAGE else (-0.2, 0.4)
             axes.broken_barh(bars, (rank + low, height), color=f"C{i}", linewidth=0)
-        if any(span.name == name for span in spans):
-            axes.broken_barh([], (0, 0), color=f"C{i}", label=name)
-    for span in steps:
-        axes.vlines((span.start - origin) * 1e3, span.rank - 0.5, span.rank + 0.5, color="0.3", linewidth=0.8)
-    axes.set(xlabel="milliseconds", ylabel="rank", yticks=ranks, xlim=(0, (end - origin) * 1e3))
+    for span in spans:
+        if span.name == STEP:
+            axes.vlines((span.start - origin) * 1e3, span.rank - 0.5, span.rank + 0.5, color="0.3", linewidth=0.8)
+    axes.set(ylabel="rank", yticks=ranks)
     axes.invert_yaxis()
-    figure.legend(loc="outside upper center", ncols=len(SPANS), frameon=False)
-    figure.savefig(path, dpi=120)

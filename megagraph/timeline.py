@@ -8,6 +8,7 @@ import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -127,21 +128,31 @@ def _named(trace: dict[str, Any]) -> list[dict[str, Any]]:
     return named
 
 
+def steps(spans: list[Span]) -> list[tuple[Span, ...]]:
+    """Each step, on every rank."""
+    ranks = sorted({span.rank for span in spans})
+    return list(zip(*([s for s in spans if s.name == STEP and s.rank == rank] for rank in ranks), strict=False))
+
+
+def step_seconds(spans: list[Span]) -> float:
+    """From the first rank's start to the last one's stop; median over the traced steps."""
+    return median(max(s.stop for s in step) - min(s.start for s in step) for step in steps(spans))
+
+
 def measured_bubble(spans: list[Span]) -> float:
     """The part of the ranks' time, from the first forward to the last backward of a step, that no stage used.
 
     Median over the traced steps.
     """
-    ranks = sorted({span.rank for span in spans})
     bubbles = []
-    for step in zip(*([s for s in spans if s.name == STEP and s.rank == rank] for rank in ranks), strict=False):
+    for step in steps(spans):
         stages = [
             [s for s in spans if s.name in STAGE and s.rank == whole.rank and whole.start <= s.start < whole.stop]
             for whole in step
         ]
         used = [s for own in stages for s in own]
         window = max(s.stop for s in used) - min(s.start for s in used)
-        bubbles.append(1 - sum(_covered(own) for own in stages) / (window * len(ranks)))
+        bubbles.append(1 - sum(_covered(own) for own in stages) / (window * len(step)))
     return sorted(bubbles)[len(bubbles) // 2]
 
 

@@ -52,47 +52,70 @@ class Summary:
     """The result of a run; what is said of validation and test nodes is that of the best validation epoch.
 
     Accuracies are of one class a node, F1 and average precision of several labels.
+
+    Attributes:
+        majority_accuracy: of always answering the largest class of the training nodes, on the test nodes.
+        skipped_steps: those whose loss or gradient was not finite.
+        epoch_seconds: median, training only.
+        evaluation_seconds: median per epoch.
+        sequence_nodes: N.
+        peak_memory_bytes: of the device, of the process on a CPU; the largest of all processes.
+        measured_step_seconds: median.
+        bias_changed_classes: part of the validation and test nodes, by the last weights: see ``ablation.BiasEffect``.
+        test_roc_auc: of two classes, or the mean over labels; so best_val_roc_auc.
+        majority_micro_f1: of always giving the labels that half of the training nodes have.
+        predicted_step_seconds: by ``--plan auto``.
+        predicted_memory_bytes: without the program itself, which a CPU's peak contains.
+        sampling_mass: part of PageRank on others that a target of ego batches samples from.
+        power_scope: of the adjacency powers of a projected bias.
     """
 
     run: str
     test_accuracy: float | None = None
     best_val_accuracy: float | None = None
     best_epoch: int
-    majority_accuracy: float | None = None  # of always giving the largest class of the training nodes, on test nodes
+    majority_accuracy: float | None = None
     epochs: int
     steps: int
-    skipped_steps: int  # whose loss or gradient was not finite
-    epoch_seconds: float  # median, training only
-    evaluation_seconds: float  # median per epoch
+    skipped_steps: int
+    epoch_seconds: float
+    evaluation_seconds: float
     preprocess_seconds: float
-    sequence_nodes: int  # N
+    sequence_nodes: int
     parameters: int
-    peak_memory_bytes: int  # of the device, of the process on a CPU; the largest of all processes
+    peak_memory_bytes: int
     device: str
-    measured_step_seconds: float  # median
-    bias_changed_classes: float | None = None  # of validation and test nodes, by the last weights: see BiasEffect
+    measured_step_seconds: float
+    bias_changed_classes: float | None = None
     bias_correlation: float | None = None
     bias_norm: float | None = None
     bias_start_norm: float | None = None
-    test_roc_auc: float | None = None  # of two classes, or the mean over labels
+    test_roc_auc: float | None = None
     best_val_roc_auc: float | None = None
     test_micro_f1: float | None = None
     best_val_micro_f1: float | None = None
-    majority_micro_f1: float | None = None  # of always giving the labels that half of the training nodes have
+    majority_micro_f1: float | None = None
     test_macro_f1: float | None = None
     best_val_macro_f1: float | None = None
     test_average_precision: float | None = None
     best_val_average_precision: float | None = None
-    predicted_step_seconds: float | None = None  # by --plan auto
-    predicted_memory_bytes: int | None = None  # without the program itself, which a CPU's peak contains
-    sampling_mass: float | None = None  # of PageRank on others, that a target of ego batches samples from
-    power_scope: str | None = None  # of the adjacency powers of a projected bias
+    predicted_step_seconds: float | None = None
+    predicted_memory_bytes: int | None = None
+    sampling_mass: float | None = None
+    power_scope: str | None = None
 
 
 class Trainer:
     """Train a model on one graph.
 
-    Example: ``summary = Trainer(TrainConfig(dataset="cora", root=Path("data"))).fit()``
+    Args:
+        config: what, how and for how long.
+
+    Examples:
+        >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
+        >>> summary = mg.Trainer(mg.TrainConfig(max_steps=2, out="runs/new", **small)).fit()  # a generated graph
+        >>> summary.steps, summary.run
+        (2, 'runs/new')
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -105,8 +128,8 @@ class Trainer:
 
         Args:
             run: its folder.
-            changes: fields of the configuration that the numbers do not depend on. Another ``plan`` takes none of the
-                other fields of the layout from the run.
+            changes: fields of the configuration that the numbers do not depend on, or more ``epochs`` or ``max_steps``.
+                Another ``plan`` takes none of the other fields of the layout from the run.
 
         Raises:
             FileNotFoundError: ``run`` is not the folder of a run.
@@ -122,6 +145,9 @@ class Trainer:
 
         Args:
             data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads ``config.dataset``.
+
+        Returns:
+            the summary, which is also in the run folder, as summary.json.
 
         Raises:
             ValueError: bad data, configuration or plan, on every process alike; nothing has been trained by then.

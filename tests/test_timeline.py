@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import megagraph as mg
 from megagraph import timeline
 from megagraph.cli.plot import plot_timeline
 from megagraph.run import Run
+from tests.planner.test_by_hand import cost_model
 from tests.processes import Command, launch
 
 # rank: (name, start, stop) in ms; one step each, of a pipeline of two stages and two micro-batches
@@ -126,7 +129,7 @@ def test_a_trace_of_another_run(tmp_path):
         timeline.read(folder, run="mine")
 
 
-def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
+def test_a_traced_run_has_all_spans_and_a_picture(tmp_path, capsys):
     run = tmp_path / "run"
     flags = "--plan 2,2,1 --microbatches 2 --layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 1 --batch-size 64"
     for done in launch(4, "train", *flags.split(), "--max-steps", 4, "--device", "cpu", "--trace", "--out", run):
@@ -143,6 +146,16 @@ def test_a_traced_run_has_all_spans_and_a_picture(tmp_path):
         assert sum(span.name == timeline.STEP for span in own) == 2  # the third and the fourth
     steps = [next(s for s in spans if s.rank == rank and s.name == timeline.STEP) for rank in range(4)]
     assert max(s.start for s in steps) < min(s.stop for s in steps), "the clocks of the ranks differ"
+    cost = cost_model({"forward": {"layer.call": 0.002}, "backward": {"layer.call": 0.01}})
+    model = replace(cost.model, layers=2, dim=16, ffn_dim=16, heads=2)
+    replace(cost, model=model).save(tmp_path / "cost.json")
+    plot_timeline(run, cost=tmp_path / "cost.json").run()
+    said = capsys.readouterr().out
+    assert re.search(r"a step of 4 sequences: [\d.]+ s, predicted 0.036 s", said)  # 12 ms a layer; 3 in a row
+    assert re.search(r"measured [\d.]+%, predicted 33.3%, in theory 33.3%", said)
+    replace(cost, model=replace(model, layers=4)).save(tmp_path / "cost.json")
+    with pytest.raises(ValueError, match=r"cost.json was fitted for layers = 4, and .*run has 2; profile it anew"):
+        plot_timeline(run, cost=tmp_path / "cost.json").run()
     (run / "trace" / "rank-3.json.gz").unlink()
     with pytest.raises(ValueError, match=r"expected traces of the ranks 0\.\.3 in .*, got \[0, 1, 2\]"):
         plot_timeline(run).run()

@@ -29,7 +29,7 @@ from bench.provenance import write_rows
 from megagraph.models.config import ModelConfig
 from megagraph.planner import CostModel, NoFeasiblePlan, Workload, schedule, search, simulate
 from megagraph.planner.plan import Plan
-from megagraph.planner.search import HEADROOM, KERNEL_TILE, shapes
+from megagraph.planner.searching import HEADROOM, KERNEL_TILE, shapes
 from megagraph.planner.split import balance
 
 TIMED = ((96, 1024, 1024, 3.0), (512, 1024, 1024, 15.0), (96, 5040, 5040, 15.0), (32, 4, 64, 0.2))

@@ -37,6 +37,21 @@ def check_strided(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be a dense tensor, got one of {tensor.layout}; pass its to_dense()")
 
 
+def _as_buckets(index: Tensor) -> Tensor:
+    """An index of another integer type as uint8."""
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ValueError(f"BucketBias index must be torch.uint8, or another integer, got {index.dtype}")
+    if torch.compiler.is_compiling():
+        raise ValueError(f"BucketBias index must be torch.uint8 in compiled code, got {index.dtype}; convert it before")
+    low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, 0)
+    if low < 0 or high > MASKED_BUCKET:
+        raise ValueError(
+            f"BucketBias index must be in 0..254, or 255 for a pair that must not attend, got {low}..{high}; nodes "
+            "that cannot reach each other may have a bucket of their own"
+        )
+    return index.to(torch.uint8)
+
+
 def _take_relation(bias: DenseBias | BucketBias | ProjectedBias, field: str) -> None:
     """Turn a sparse tensor, or several, in a field into the values of its pairs and a relation."""
     given = getattr(bias, field)
@@ -97,6 +112,9 @@ class DenseBias:
         values: floating point [B or 1, H or 1, M, N]; -inf means "cannot attend". Sparse: hybrid CSR [M, N, H], and
             after construction [P, H].
         relation: the pairs of sparse values.
+
+    Raises:
+        ValueError: a shape or dtype above does not hold; a boolean mask, which is ambiguous.
     """
 
     values: Tensor
@@ -153,12 +171,22 @@ class BucketBias:
     """b[h, i, j] = table[h, index[i, j]]: Graphormer's spatial encoding (arXiv:2106.05234, Eq. 6).
 
     Args:
-        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". One beyond the table makes
+        index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". Other integers are looked
+            through and converted in every call. One beyond the table makes
             its row NaN. On a CPU it is an error instead, but for a change that PyTorch does not count (``index.data``,
             NumPy) after the index was first seen; a GPU would have to wait for a check. Sparse: CSR [M, N], and after
             construction [P].
         table: learned, floating point [H, R], R <= 255.
         relation: the pairs of a sparse index.
+
+    Raises:
+        ValueError: a shape or dtype above does not hold.
+
+    Examples:
+        >>> index = torch.tensor([[[0, 1], [1, 255]]], dtype=torch.uint8)  # [1, 2, 2]
+        >>> mg.BucketBias(index, torch.tensor([[0.0, -1.0]])).materialize()
+        tensor([[[[ 0., -1.],
+                  [-1., -inf]]]])
     """
 
     index: Tensor
@@ -173,7 +201,7 @@ class BucketBias:
         else:
             _check_plane("BucketBias index", self.index, 3, "[B or 1, M, N]")
         if self.index.dtype != torch.uint8:
-            raise ValueError(f"BucketBias index must be torch.uint8, got {self.index.dtype}")
+            object.__setattr__(self, "index", _as_buckets(self.index))
         _check_plane("BucketBias table", self.table, 2, "[H, R]")
         if not self.table.is_floating_point():
             raise ValueError(f"BucketBias table must be floating point, got {self.table.dtype}")
@@ -231,6 +259,13 @@ class ProjectedBias:
         weight: learned, floating point [H, C].
         mask: optional bool [B or 1, M, N], True means "cannot attend"; a sparse bias leaves a pair out instead.
         relation: the pairs of sparse channels.
+
+    Raises:
+        ValueError: a shape or dtype above does not hold; channels that ask for a gradient.
+
+    Examples:
+        >>> mg.ProjectedBias(torch.rand(2, 6, 50, 50), torch.zeros(4, 6, requires_grad=True)).shape
+        torch.Size([2, 4, 50, 50])
     """
 
     channels: Tensor

@@ -79,11 +79,18 @@ def check_inputs(
         ):
             raise ValueError(
                 f"bias must be a DenseBias, a BucketBias, a ProjectedBias or a float tensor, got {type(bias).__name__}"
+                + ("; add several by megagraph.add_biases" if isinstance(bias, tuple | list) else "")
             )
         shape = tuple(bias.shape)
         heads_allowed = (1, heads) if isinstance(bias, DenseBias) else (heads,)
         if shape[0] not in (1, batch) or shape[1] not in heads_allowed or shape[2:] != (rows, columns):
             expected_heads = f"{heads} or 1" if isinstance(bias, DenseBias) else f"{heads}"
+            if not isinstance(bias, DenseBias) and shape[1] != heads == bias.learned.shape[1]:
+                what = "weight [H, C]" if isinstance(bias, ProjectedBias) else "table [H, R]"
+                raise ValueError(
+                    f"{type(bias).__name__} must have a {what} for {heads} heads, got {list(bias.learned.shape)}; "
+                    "pass its transpose, .t()"
+                )
             raise ValueError(
                 f"bias must have shape [B or 1, H or 1, M, N] = [{batch} or 1, {expected_heads}, {rows}, {columns}], "
                 f"got {list(shape)}; pass these query rows and all {columns} columns"

@@ -70,7 +70,7 @@ def ring_attention(
     return_lse: bool = False,
     impl: Impl | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`megagraph.biased_attention` with the nodes of a sequence spread over the ranks of a CP group.
+    """[megagraph.biased_attention][] with the nodes of a sequence spread over the ranks of a CP group.
 
     Every rank passes its rows and gets its rows; together they are what one device computes, to rounding, with
     dropout too. Gradients of super rows and of what all ranks hold (a table, a weight) are shares: their sum over the
@@ -96,6 +96,15 @@ def ring_attention(
     Raises:
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed.
+
+    Examples:
+        The call of one of P ranks; with ``mesh=None`` there is one.
+
+        >>> layout = mg.NodeLayout(num_nodes=46, num_super=4)  # rank=mesh.get_local_rank(), world_size=mesh.size()
+        >>> q, k, v = (torch.randn(2, 4, layout.num_local, 8) for _ in range(3))
+        >>> bias = mg.BucketBias(torch.zeros(2, layout.num_local, 50, dtype=torch.uint8), torch.zeros(4, 12))
+        >>> mg.ring_attention(q, k, v, bias, layout=layout, mesh=None).shape
+        torch.Size([2, 4, 50, 8])
     """
     given = as_bias(bias)
     layout.check_mesh(mesh)

@@ -43,11 +43,21 @@ def mix_key(key: Tensor, *values: int | Tensor) -> Tensor:
 
 
 def dropout_keys(seed: int, step: int, sequence_ids: Tensor) -> Tensor:
-    """Base key of each sequence, int32 [B]; a layer and site are folded in with :func:`mix_key`.
+    """Base key of each sequence, from which the operators of attention make the mask of dropout.
 
     Args:
         seed, step: integers; their low 32 bits count.
         sequence_ids: integer [B], position of each sequence in the *global* batch.
+
+    Returns:
+        int32 [B], on the device of ``sequence_ids``. Layers need keys that differ: give each a seed of its own.
+
+    Examples:
+        >>> key = mg.dropout_keys(seed=0, step=7, sequence_ids=torch.arange(2))
+        >>> q = torch.randn(2, 4, 50, 8)
+        >>> out = mg.biased_attention(q, q, q, dropout_p=0.1, dropout_key=key)
+        >>> torch.equal(out, mg.biased_attention(q, q, q, dropout_p=0.1, dropout_key=key))
+        True
     """
     start = torch.zeros(1, dtype=torch.int32, device=sequence_ids.device)
     return mix_key(start, seed, step, sequence_ids)

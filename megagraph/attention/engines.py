@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
 Impl = Literal["triton", "blocked", "blocked_long", "reference"]
+_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("numba", "triton")}
 SHORT, NARROW = 256, 16  # most rows and keys, widest heads of the short path
 
 
@@ -53,7 +55,7 @@ class Triton:
 
     def refusals(self, q: Tensor) -> list[str]:
         interpreted, reasons = os.environ.get("TRITON_INTERPRET") == "1", []
-        if importlib.util.find_spec("triton") is None:
+        if not _INSTALLED["triton"]:
             reasons.append("triton is not installed (it has wheels for Linux only)")
         if not q.is_cuda and not interpreted:
             reasons.append(f"q is on {q.device}; move it to a CUDA device, or set TRITON_INTERPRET=1 before starting")
@@ -100,9 +102,10 @@ class Blocked:
     """Loops that Numba compiles, on a CPU; it takes a second to import."""
 
     def refusals(self, q: Tensor) -> list[str]:
-        if q.device.type in ("cpu", "meta"):
-            return []
-        return [f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device"]
+        reasons = [] if _INSTALLED["numba"] else ["numba is not installed"]
+        if q.device.type not in ("cpu", "meta"):
+            reasons.append(f"q is on {q.device}; use impl='reference', or 'triton' on a CUDA device")
+        return reasons
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
         if step.columns is not None:
@@ -161,12 +164,21 @@ def is_short_shape(num_nodes: int, head_dim: int) -> bool:
 def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bool]:
     """The engine to run, or "reference": the one asked for, or by device; and ``Step.short``, which no ring is.
 
+    Without Numba a CPU computes by the reference, with a warning.
+
     Raises:
         ValueError: there is none of this name.
         NotImplementedError: it cannot run these inputs; every reason is listed.
     """
     if impl is None:
         impl = "triton" if q.is_cuda else "blocked"
+        if impl == "blocked" and not _INSTALLED["numba"] and not ring:
+            warnings.warn(
+                "numba is not installed, so attention on this CPU is computed by impl='reference', slowly and with all "
+                "scores in memory; pip install numba",
+                stacklevel=2,
+            )
+            impl = "reference"
     if impl not in _NAMED:
         expected = f"impl must be {', '.join(map(repr, _NAMED))} or None, got {impl!r}"
         raise ValueError(expected + (f", which is {_GONE[impl]!r} now" if impl in _GONE else ""))

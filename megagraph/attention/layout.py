@@ -36,6 +36,13 @@ class NodeLayout:
     Raises:
         ValueError: no regular node, a negative ``num_super``, a ``rank`` that is not one of ``world_size`` ranks, or
             cuts that do not give every rank a node.
+
+    Examples:
+        >>> layout = mg.NodeLayout(num_nodes=10, num_super=2, rank=2, world_size=3)
+        >>> layout.local_to_global  # blocks of 4: two nodes, two rows of padding, the super nodes
+        tensor([ 8,  9, -1, -1, 10, 11])
+        >>> layout.shard(torch.arange(12.0), dim=0)
+        tensor([ 8.,  9.,  0.,  0., 10., 11.])
     """
 
     num_nodes: int

@@ -18,13 +18,13 @@ from megagraph.attention.packing import Packing
 
 
 class BiasedRingAttention(nn.Module):
-    r"""Multi-head self-attention with an additive graph bias, nodes spread over a context-parallel (CP) group.
+    """Multi-head self-attention with an additive graph bias, nodes spread over a context-parallel (CP) group.
 
-    .. math:: O_i = \mathrm{softmax}(Q_i K^\top / \sqrt{D} + b_i)\, V        (paper Eq. 1-2)
+    On rank i, O_i = softmax(Q_i K^T / sqrt(D) + b_i) V (paper Eq. 1-2).
 
     Every rank passes its S rows and the bias of its rows, and gets its rows; gradients of the parameters are shares,
     to be summed over the group. On one rank S = N and nothing is sent. State dicts of ``nn.MultiheadAttention`` load,
-    too; what asks for such a module takes :class:`megagraph.MultiheadAttention`.
+    too; what asks for such a module takes [megagraph.MultiheadAttention][].
 
     Args:
         embed_dim: width E of the input and output.
@@ -32,13 +32,9 @@ class BiasedRingAttention(nn.Module):
         dropout: probability to drop an attention weight in training.
         bias: learn an offset in the query, value and output projections; keys have none, it cancels in the softmax.
         mesh: the CP group, a ``DeviceMesh`` of one dim; ``None`` for one rank.
-        comm: ``"ring"``, ``"allgather"`` or ``"halo"``, see :func:`megagraph.ring_attention`.
-        impl: see :func:`megagraph.biased_attention`.
-
-    Shapes:
-        x:         [B, S, E]
-        attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; M = ``num_queries`` or S
-        returns    [B, M, E]
+        comm: ``"ring"``, ``"allgather"`` or ``"halo"``, see [megagraph.ring_attention][].
+        impl: see [megagraph.biased_attention][].
+        device, dtype: of the parameters.
 
     Memory per rank, in elements of [B, S, E]: x, q, k, v and the result are kept for backward, no scores. In a ring the
     fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
@@ -48,8 +44,14 @@ class BiasedRingAttention(nn.Module):
     ``comm="halo"`` those h of other ranks that pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; a shape above does not hold;
-            on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
+        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; in a call a shape does not
+            hold, or on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
+
+    Examples:
+        >>> attention = mg.BiasedRingAttention(32, num_heads=4, dropout=0.1)
+        >>> bias = mg.BucketBias(torch.zeros(1, 50, 50, dtype=torch.uint8), torch.zeros(4, 12))
+        >>> attention(torch.randn(2, 50, 32), bias).shape
+        torch.Size([2, 50, 32])
     """
 
     def __init__(
@@ -90,6 +92,10 @@ class BiasedRingAttention(nn.Module):
     ) -> BiasedRingAttention:
         """One with copies of the parameters of ``module``; its x is [B, S, E], whatever ``module.batch_first`` is.
 
+        Args:
+            module: what to copy.
+            mesh, comm, impl: as of this class.
+
         Raises:
             ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
         """
@@ -112,13 +118,18 @@ class BiasedRingAttention(nn.Module):
         """Attend.
 
         Args:
+            x: [B, S, E], the rows of this rank.
+            attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; ``None`` for none.
             layout: which nodes the rows are; ``None``: all of them, on one rank.
             key_padding_mask: bool [B, N], True = ignore.
-            dropout_key: int32 [B], see :func:`megagraph.dropout_keys`; ``None`` in training draws one from the default
+            dropout_key: int32 [B], see [megagraph.dropout_keys][]; ``None`` in training draws one from the default
                 generator, on one rank. Not used in evaluation.
             num_queries: compute the first M local rows only; ``attn_bias`` then has M rows.
             packing: x is packed rows [T, E] of whole sequences on one rank, in float32 on a CPU; so is the result, or
                 [B, M, E] with ``num_queries``.
+
+        Returns:
+            [B, M, E] in the dtype of x; M = S without ``num_queries``.
         """
         batch, rows = x.shape[:2] if packing is None else packing.padding.shape
         world_size = 1 if self.mesh is None else self.mesh.size()

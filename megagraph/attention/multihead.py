@@ -15,7 +15,7 @@ from megagraph.attention.operator import as_bias, biased_attention
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    r"""``nn.MultiheadAttention`` that computes :func:`megagraph.biased_attention`, with the bias in ``attn_bias``.
+    """``nn.MultiheadAttention`` that computes [megagraph.biased_attention][], with the bias in ``attn_bias``.
 
     It is one, so that what asks for one takes it: ``GPSConv`` of torch_geometric, ``nn.TransformerEncoderLayer``.
     Parameters, their names and values are those of ``nn.MultiheadAttention``, and so are results. These callers hand on
@@ -23,16 +23,21 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Args:
         embed_dim, num_heads, dropout, bias, batch_first, device, dtype: as of ``nn.MultiheadAttention``.
-        impl: see :func:`megagraph.biased_attention`.
+        impl: see [megagraph.biased_attention][].
 
     Attributes:
         attn_bias: a bias class or a float tensor [B or 1, H or 1, M, N], or ``None``.
 
-    Example::
+    Raises:
+        ValueError: ``num_heads`` does not divide ``embed_dim``; what is said of the arguments of a call does not hold.
 
-        conv = GPSConv(64, GCNConv(64, 64), heads=4)
-        conv.attn = megagraph.MultiheadAttention.from_multihead_attention(conv.attn)
-        conv.attn.attn_bias = megagraph.BucketBias(distances, table)
+    Examples:
+        >>> layer = torch.nn.TransformerEncoderLayer(32, nhead=4, batch_first=True)
+        >>> layer.self_attn = mg.MultiheadAttention.from_multihead_attention(layer.self_attn)
+        >>> distances, table = torch.zeros(1, 50, 50, dtype=torch.uint8), torch.zeros(4, 12, requires_grad=True)
+        >>> layer.self_attn.attn_bias = mg.BucketBias(distances, table)
+        >>> layer(torch.randn(2, 50, 32)).shape
+        torch.Size([2, 50, 32])
     """
 
     def __init__(
@@ -56,6 +61,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_multihead_attention(cls, module: nn.MultiheadAttention, *, impl: Impl | None = None) -> MultiheadAttention:
         """One with the same parameters: those of ``module``, not copies.
 
+        Args:
+            module: whose place it takes.
+            impl: see [megagraph.biased_attention][].
+
         Raises:
             ValueError: ``module`` has keys or values of another width, ``add_bias_kv`` or ``add_zero_attn``.
         """
@@ -78,10 +87,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend; shapes as of ``nn.MultiheadAttention``, [B, M, E] with ``batch_first``, [M, B, E] without, or [M, E].
 
         Args:
+            query: whose rows attend.
+            key: [B, N, E], and so on, attended to.
+            value: as key.
             key_padding_mask: bool [B, N], True = ignore; or floating point, 0 or -inf.
             need_weights: must be False, and is by default: the weights never exist as a whole.
             attn_mask: bool, True = must not attend, or floating point, added to the scores; [M, N] or [B * H, M, N].
                 Beside an ``attn_bias`` that is no dense one, there is no place for it.
+            average_attn_weights: has no effect, as there are none.
             is_causal: a hint that ``attn_mask`` is causal; it must be there.
 
         Returns:

@@ -71,9 +71,7 @@ def biased_attention(
     return_lse: bool = False,
     impl: Impl | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Exact attention with an additive, learnable bias (paper Eq. 1-2).
-
-    .. math:: \mathrm{out} = \mathrm{softmax}(\mathrm{scale} \cdot q k^\top + b)\, v
+    """Exact attention with an additive, learnable bias: out = softmax(scale * q k^T + b) v (paper Eq. 1-2).
 
     Differentiable in q, k, v and the learned part of the bias. A compact bias (``BucketBias``, ``ProjectedBias``) is
     never expanded to [H, M, N] except by ``impl="reference"``; kept for backward are q, k, v, out, lse and the bias
@@ -101,6 +99,15 @@ def biased_attention(
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
         NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. Forward-mode differentiation but
             by ``"reference"``.
+
+    Examples:
+        >>> q, k, v = (torch.randn(2, 4, 50, 8, requires_grad=True) for _ in range(3))
+        >>> distances = torch.randint(0, 12, (2, 50, 50), dtype=torch.uint8)
+        >>> table = torch.zeros(4, 12, requires_grad=True)
+        >>> out = mg.biased_attention(q, k, v, mg.BucketBias(distances, table))
+        >>> out.shape
+        torch.Size([2, 4, 50, 8])
+        >>> out.square().sum().backward()
     """
     bias = as_bias(bias)
     check_inputs(q, k, v, bias, key_padding_mask, dropout_p, dropout_key)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +66,8 @@ class Relation:
     @classmethod
     def of_rows(cls, row_starts: Tensor, columns: Tensor, num_columns: int, sequences: int) -> Relation:
         """From its lists by row, on the host and as they should be."""
+        import scipy.sparse as sp  # a bias that is not sparse does without
+
         starts, listed = row_starts.numpy(), columns.numpy()
         num_rows, by_column = (len(starts) - 1) // sequences, []
         for first in num_rows * np.arange(sequences):

@@ -13,26 +13,31 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import torch.distributed as dist
 import tyro
 
-from megagraph import __version__, ablation
+from megagraph import __version__
 from megagraph.cli.data import data
+from megagraph.cli.groups import in_groups, read_config
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot
-from megagraph.config import AUTO, TrainConfig
-from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
-from megagraph.parallel.mesh import on_every_rank, process_group, rank
-from megagraph.run import Run
+from megagraph.config import AUTO, Part, TrainConfig
+
+# what a command needs is imported by its job: to say what a flag means takes less time than to import torch
 
 
-def train(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> Job:
-    """Train a model on a graph and leave a run folder; prints the summary as JSON."""
+def train(config: TrainConfig) -> Job:
+    """Train a model on a graph and leave a run folder; prints the summary as JSON.
+
+    Example: megagraph train --dataset cora --root DATA --out runs/cora
+
+    The usual flags; --help-all shows all of them.
+    """
 
     def job() -> None:
+        from megagraph.parallel.mesh import rank
         from megagraph.train import Trainer
 
         summary = Trainer(config).fit()
@@ -69,7 +74,7 @@ def predict(
 def evaluate(
     run: tyro.conf.Positional[Path],
     /,
-    ablate: tuple[ablation.Part, ...] = (),
+    ablate: tuple[Part, ...] = (),
     changes: tyro.conf.OmitArgPrefixes[Changes] = Changes(),
 ) -> Job:
     """Print how good a run is on the validation and test nodes of its split, and what its parts are worth.
@@ -82,6 +87,8 @@ def evaluate(
     """
 
     def job() -> None:
+        from megagraph import ablation
+
         results = ablation.evaluate(run, ablate=ablate, **changes.given())
         print(json.dumps(results, indent=2))
 
@@ -89,27 +96,37 @@ def evaluate(
 
 
 def _defaults() -> TrainConfig:
-    """Of the flags of train: with --resume those of the run, but for its layout where another --plan is given."""
+    """Of the flags of train: those of --config, or with --resume those of the run, but for its layout where another
+    --plan is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plan")
+    parser.add_argument("--config", type=Path)
     given, _ = parser.parse_known_args()
     folder = given.out if given.resume == AUTO else given.resume
+    if given.config is not None:
+        if given.resume is not None:
+            raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
+        return read_config(given.config)
     if folder is None or (given.resume == AUTO and not (folder / "config.json").is_file()):
         return TrainConfig()
+    from megagraph.run import Run
+
     return replace(Run.to_resume(folder, new_plan=given.plan is not None), resume=given.resume)
 
 
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
+    words = sys.argv[1:]
+    run_flags = functools.partial(in_groups, defaults=_defaults(), usual=bool({"-h", "--help"} & {*words}))
     commands: dict[str, Callable[..., Job]] = {
-        "train": functools.partial(train, config=_defaults()),
+        "train": run_flags(train),
         "predict": predict,
         "evaluate": evaluate,
-        "profile": profile,
+        "profile": run_flags(profile),
         "fit": fit,
         "search": search,
         "plot": plot,
@@ -117,7 +134,12 @@ def _parse() -> Job:
     }
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.extras.subcommand_cli_from_dict(commands, prog="megagraph")
+            return tyro.extras.subcommand_cli_from_dict(
+                commands,
+                prog="megagraph",
+                args=["--help" if word == "--help-all" else word for word in words],
+                config=(tyro.conf.DisallowNone,),
+            )
     except SystemExit as stop:
         if stop.code:
             raise ValueError(f"cannot read the command line\n{said.getvalue().rstrip()}") from None
@@ -138,16 +160,26 @@ def main() -> None:
         go_on = "" if run is None else f"; go on with megagraph train --resume {run}"
         print(f"megagraph: interrupted{go_on}", file=sys.stderr, flush=True)
         _end(130)
+    except BrokenPipeError:  # whoever read what is printed has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(1)
     except BaseException as error:
         named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError, MemoryError)
-        short = isinstance(error, named) or is_of_a_peer(error) or is_out_of_memory(error)
+        short = isinstance(error, named) or _says_enough(error)
         message = f"megagraph: error: {error}" if short else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         _end(1)
 
 
+def _says_enough(error: BaseException) -> bool:
+    from megagraph.parallel.failure import is_of_a_peer, is_out_of_memory
+
+    return is_of_a_peer(error) or is_out_of_memory(error)
+
+
 def _end(code: int) -> NoReturn:
-    if dist.is_initialized():
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
         os._exit(code)  # an orderly exit would wait for ranks that may be waiting for this one
     raise SystemExit(code)
 
@@ -156,7 +188,10 @@ def _run() -> None:
     try:
         job, error = _parse(), None
     except Exception as caught:
+        if "WORLD_SIZE" not in os.environ:  # nobody else is to know
+            raise
         job, error = Job(lambda: None), caught
+    from megagraph.parallel.mesh import on_every_rank, process_group
 
     def agree() -> None:
         if error is not None:

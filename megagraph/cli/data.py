@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from megagraph.cli.job import Job
-from megagraph.data.datasets import load_graph
-from megagraph.data.generate import generate
-from megagraph.data.graph import Graph
-from megagraph.data.header import describe
-from megagraph.data.store import FeatureForm, open_store, verify_store, write_store
-from megagraph.data.tables import Tables, read_tables, write_tables
+from megagraph.data.options import FeatureForm, Tables
+
+if TYPE_CHECKING:
+    from megagraph.data.graph import Graph
 
 _NO_TABLES = Tables()
 
@@ -46,6 +44,11 @@ def import_data(
             raise ValueError(f"expected {flag} once, with all of its columns after it, as in {flag} a b; got it again")
 
     def job() -> None:
+        from megagraph.data.datasets import load_graph
+        from megagraph.data.header import describe
+        from megagraph.data.store import write_store
+        from megagraph.data.tables import read_tables
+
         if dataset is None:
             graph = read_tables(tables, None if like is None else _from_tables(like))
         else:
@@ -57,6 +60,8 @@ def import_data(
 
 
 def _from_tables(folder: Path) -> Graph:
+    from megagraph.data.store import open_store
+
     graph = open_store(folder)
     if graph.names is None:
         raise ValueError(f"expected a store that was made from tables, got {folder}, which has no names of columns")
@@ -73,6 +78,9 @@ def export_data(dataset: tyro.conf.Positional[str], /, *, out: Path, root: Path 
     """
 
     def job() -> None:
+        from megagraph.data.datasets import load_graph
+        from megagraph.data.tables import write_tables
+
         print(*write_tables(load_graph(dataset, root), out), sep="\n")
 
     return Job(job)
@@ -87,6 +95,9 @@ def data_info(folder: tyro.conf.Positional[Path], /, verify: bool = False) -> Jo
     """
 
     def job() -> None:
+        from megagraph.data.header import describe
+        from megagraph.data.store import verify_store
+
         print(describe(folder))
         if verify:
             verify_store(folder)
@@ -108,6 +119,9 @@ def generate_data(*, nodes: int, edges: int, features: int, classes: int, out: P
     """
 
     def job() -> None:
+        from megagraph.data.generate import generate
+        from megagraph.data.header import describe
+
         generate(out, nodes=nodes, edges=edges, features=features, classes=classes, seed=seed)
         print(describe(out))
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megagraph.parallel.mesh import TIMEOUT_SECONDS
+from megagraph.config import TrainConfig
 
 
 class Job(NamedTuple):
     """What a command asks for, once all processes have read theirs."""
 
     run: Callable[[], None]
-    timeout_seconds: float = TIMEOUT_SECONDS
+    timeout_seconds: float = TrainConfig.timeout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,27 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
-from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank, world_size
-from megagraph.planner.cluster import Cluster, Nodes, is_cluster
-from megagraph.planner.cost import CostModel
 from megagraph.planner.plan import ScheduleName
-from megagraph.planner.rows import bench_rows, load_rows, save_rows
-from megagraph.planner.search import Candidate, SearchResult
-from megagraph.planner.search import search as search_plans
-from megagraph.planner.split import gib
 from megagraph.planner.workload import Precision, Workload
+
+if TYPE_CHECKING:
+    from megagraph.planner.cost import CostModel
+    from megagraph.planner.searching import Candidate, SearchResult
 
 _MAX_SECONDS = 86400  # a day
 
 
 def profile(
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")],
+    config: TrainConfig,
     rows: Path = Path("profile.json"),
     cluster: Path = Path("cluster.json"),
     seconds: float = 60.0,
@@ -47,6 +44,9 @@ def profile(
     def job() -> None:
         from megagraph.auto import CACHE, measure, memory_bytes
         from megagraph.evaluate import as_graph, batches, choose_split
+        from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank, world_size
+        from megagraph.planner.cluster import Cluster, Nodes
+        from megagraph.planner.rows import save_rows
 
         device = on_every_rank(config.torch_device)
         graph = on_one_process_first(lambda: as_graph(None, config))
@@ -101,6 +101,8 @@ def read_rows(paths: tuple[Path, ...], impl: str | None = None, dtype: Precision
     Raises:
         ValueError: a file is neither a JSON list nor pytest-benchmark's JSON, or a row is not as it was written.
     """
+    from megagraph.planner.rows import bench_rows, load_rows
+
     rows: list[dict[str, Any]] = []
     for path in paths:
         rows += bench_rows(load_rows(path))
@@ -193,6 +195,10 @@ def run_search(path: Path, wanted: Wanted) -> tuple[CostModel, Workload, SearchR
     Raises:
         ValueError: a cost model does not say how many processes there are, or what they may use.
     """
+    from megagraph.planner.cluster import Cluster, is_cluster
+    from megagraph.planner.cost import CostModel
+    from megagraph.planner.searching import search as search_plans
+
     limits: float | list[float]
     if is_cluster(path):
         cluster = Cluster.load(path)
@@ -230,12 +236,16 @@ def table(result: SearchResult, count: int = 10) -> str:
 
 
 def _line(name: str, candidate: Candidate) -> str:
+    from megagraph.planner.split import gib
+
     seconds = f"{candidate.step_seconds:.4g}" if candidate.exact else f">= {candidate.step_seconds:.4g}"
     return f"{name:>10} {seconds:>9} s {gib(candidate.peak_bytes):>10}  {candidate.plan}"
 
 
 def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
     """Every term of the best candidate with these degrees."""
+    from megagraph.planner.split import gib
+
     matching = [c for c in result.candidates if f"{c.plan.pp},{c.plan.cp},{c.plan.dp}" == degrees]
     if not matching:
         raise ValueError(f"explain must name pp,cp,dp whose product is the number of processes, got {degrees!r}")

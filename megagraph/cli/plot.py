@@ -5,41 +5,54 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import tyro
 
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
-from megagraph.planner.cluster import Cluster
-from megagraph.planner.cost import CostModel
 from megagraph.planner.plan import Plan
-from megagraph.planner.rows import check_rows
-from megagraph.run import Run
 
 
-def plot_timeline(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
+def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = None, out: Path | None = None) -> Job:
     """Draw what every rank did in the steps that --trace recorded, and say how long its stages waited.
 
     Args:
         run: run folder of ``megagraph train --trace``.
+        cost: file of ``megagraph fit``, of a profile with the run's flags; its prediction is drawn below.
         out: image to write; default RUN/timeline.png.
     """
 
     def job() -> None:
         from megagraph import plots, timeline
+        from megagraph.planner import on_paper
+        from megagraph.planner.cost import CostModel
+        from megagraph.run import Run
 
         path = run / "timeline.png" if out is None else out
         opened = Run.of(run)
         plan, spans = opened.config.parallel_plan(), timeline.read(run / "trace", opened.id)
         if (ranks := sorted({span.rank for span in spans})) != [*range(plan.world_size)]:
             raise ValueError(f"expected traces of the ranks 0..{plan.world_size - 1} in {run / 'trace'}, got {ranks}")
-        plots.timeline(spans, path)
+        predicted = None
+        if cost is not None:
+            fitted = CostModel.load(cost)
+            model, workload = fitted.profiled()
+            for name in ("layers", "dim", "ffn_dim", "heads"):
+                if (profiled := getattr(model, name)) != (own := getattr(opened.config, name)):
+                    raise ValueError(f"{cost} was fitted for {name} = {profiled}, and {run} has {own}; profile it anew")
+            predicted = on_paper.spans(fitted, model, plan, workload)
+        plots.timeline(spans, path, predicted)
         print(path)
+        if predicted is not None:
+            print(
+                f"a step of {workload.batch_sequences} sequences: {timeline.step_seconds(spans):.4g} s, "
+                f"predicted {timeline.step_seconds(predicted):.4g} s"
+            )
         if plan.pp > 1:
             measured, theory = timeline.measured_bubble(spans), timeline.bubble_in_theory(plan)
+            said = "" if predicted is None else f", predicted {timeline.measured_bubble(predicted):.1%}"
             print(
                 f"bubble of {plan.schedule}, {plan.pp} ranks x {plan.stages_per_rank} stages, "
-                f"{plan.num_microbatches} micro-batches: measured {measured:.1%}, in theory {theory:.1%}"
+                f"{plan.num_microbatches} micro-batches: measured {measured:.1%}{said}, in theory {theory:.1%}"
             )
 
     return Job(job)
@@ -54,8 +67,11 @@ def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) ->
     """
 
     def job() -> None:
+        import numpy as np
+
         from megagraph import plots
         from megagraph.data.start import bias_labels
+        from megagraph.run import Run
 
         opened = Run.open(run)
         path = run / "bias.png" if out is None else out
@@ -86,6 +102,7 @@ def plot_attention(
     def job() -> None:
         from megagraph import plots
         from megagraph.focus import attention_focus
+        from megagraph.run import Run
 
         path = run / "attention.png" if out is None else out
         Run.open(run).check_output(path)
@@ -109,6 +126,8 @@ def plot_costmodel(
 
     def job() -> None:
         from megagraph.planner import plots
+        from megagraph.planner.cost import CostModel
+        from megagraph.planner.rows import check_rows
 
         plots.costmodel(CostModel.load(cost), check_rows(read_rows(rows)), out)
         print(out)
@@ -156,6 +175,7 @@ def plot_scaling(
 
     def job() -> None:
         from megagraph.planner import plots
+        from megagraph.planner.cluster import Cluster
         from megagraph.planner.scaling import default_sizes, scaling
 
         given = Cluster.load(cluster)
@@ -188,6 +208,7 @@ def plot_stages(
 
     def job() -> None:
         from megagraph.planner import plots
+        from megagraph.planner.cost import CostModel
 
         fitted = CostModel.load(cost)
         model, workload = fitted.profiled()

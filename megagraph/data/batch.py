@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,15 +11,10 @@ from torch import Tensor
 
 from megagraph.attention.bias import BorderedData
 from megagraph.attention.layout import NodeLayout
+from megagraph.data.options import deal
 
 EMBEDDED = ("features", "degrees", "node_ids", "node_index")  # fields of a batch that only the embedding reads
 READ_OUT = ("labels", "target_nodes")  # and those that only the loss and the predictions read
-
-
-def deal(number: int, weights: Sequence[int]) -> list[int]:
-    """Where so many sequences in a row are cut, 0 and the end among it, to leave parts of these weights."""
-    ends = list(accumulate(weights))
-    return [0, *(number * end // ends[-1] for end in ends)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

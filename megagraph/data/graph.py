@@ -45,13 +45,27 @@ def labelled(labels: np.ndarray) -> np.ndarray:
 class Graph:
     """An undirected graph with node features and labels, checked once, here.
 
-    Shapes (V nodes, E directed edges, both directions of every edge stored):
-        indptr:   [V + 1]    int64    CSR row starts
-        indices:  [E]        int32    neighbours, ascending in every row, no self loops, no duplicates
-        features: [V, d_in]  float32 or float16, or a float32 CSR matrix; finite
-        labels:   [V]        int64    class, -1 = not labelled; or, of several labels a node,
-                  [V, C]     int8     1 = has it, 0 = has it not, -1 = not known
-    ``split`` is the data set's own split, None where it has none; ``names`` are those of a graph from tables.
+    V nodes, E directed edges: both directions of every edge are stored.
+
+    Args:
+        name: what to call it.
+        indptr: int64 [V + 1], CSR row starts.
+        indices: int32 [E], neighbours, ascending in every row, no self loops, no duplicates.
+        features: finite, float32 or float16 [V, d_in], or a float32 CSR matrix.
+        labels: int64 [V], class, -1 = not labelled; or, of several labels a node, int8 [V, C], 1 = has it, 0 = has it
+            not, -1 = not known.
+        num_classes: classes are 0 to one less; or how many labels, C.
+        split: the data set's own; ``None`` where it has none.
+        names: of nodes, classes and columns, of a graph from tables.
+
+    Raises:
+        ValueError: a graph without nodes or edges, or numbers that are not as said.
+
+    Examples:
+        >>> edge_index = torch.tensor([[0, 1], [1, 2]])
+        >>> graph = mg.Graph.from_data(Data(x=torch.randn(3, 8), edge_index=edge_index, y=torch.tensor([0, 1, -1])))
+        >>> graph.num_nodes, graph.num_edges, graph.num_classes
+        (3, 4, 2)
     """
 
     name: str
@@ -100,6 +114,7 @@ class Graph:
 
     @property
     def num_nodes(self) -> int:
+        """V."""
         return len(self.indptr) - 1
 
     @property
@@ -114,6 +129,7 @@ class Graph:
 
     @property
     def in_features(self) -> int:
+        """d_in."""
         return self.features.shape[1]
 
     def read_features(self, nodes: np.ndarray, out: np.ndarray) -> None:
@@ -161,7 +177,11 @@ class Graph:
                 Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
                 Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
                 refused, and so are numbers to predict.
+            name: what to call it.
             seed: takes split number ``seed`` modulo n.
+
+        Raises:
+            ValueError: an attribute that is missing or not as said; it is named.
         """
         if isinstance(data, tuple):
             graph, labels = data
@@ -188,7 +208,11 @@ class Graph:
         cls, name: str, x: np.ndarray, edge_index: np.ndarray, y: np.ndarray, split: Split | None = None
     ) -> Graph:
         """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels as ``from_data``
-        takes them, [V], [V, 1] or [V, C]."""
+        takes them, [V], [V, 1] or [V, C].
+
+        Raises:
+            ValueError: an array of another shape or dtype, a feature that is not finite, an edge of no node.
+        """
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         if y.ndim == 2 and y.shape[1]:

@@ -1,12 +1,13 @@
-"""What is chosen of batches, whatever the graph."""
+"""What is chosen of the files of a graph, and of batches, whatever the graph."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Literal, get_args
-
-import torch
 
 SEQUENCE_ALIGNMENT = 128
 MOST_BUCKETS = 255
@@ -15,6 +16,7 @@ _CLUSTER_SUPER_NODES = 64
 
 Scope = Literal["auto", "graph", "batch"]
 Batching = Literal["ego", "cluster", "full"]
+FeatureForm = Literal["same", "fp32", "fp16", "sparse"]  # of a store
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: TrainConfig has these defaults from the class
@@ -47,7 +49,7 @@ class BatchOptions:
     channels: int = 6
     power_scope: Scope = "auto"
     power_gib: float = 4.0
-    channel_dtype: torch.dtype = torch.float32
+    channel_dtype: Literal["fp32", "bf16"] = "fp32"
     max_distance: int = 5
     global_tokens: int = 1
     propagate: int = 0
@@ -113,3 +115,38 @@ class BatchOptions:
         if self.super_nodes is not None:
             return self.super_nodes
         return self.global_tokens + 1 if self.batching == "ego" else _CLUSTER_SUPER_NODES
+
+
+def deal(number: int, weights: Sequence[int]) -> list[int]:
+    """Where so many sequences in a row are cut, 0 and the end among it, to leave parts of these weights."""
+    ends = list(accumulate(weights))
+    return [0, *(number * end // ends[-1] for end in ends)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Files of a graph, and what their columns are.
+
+    Args:
+        edges: CSV or Parquet (also .gz, .tsv): two columns, the ids of both ends, which may be called as they like.
+            Edges have no direction here, none counts twice, and more columns are refused unless they are all the same:
+            weights and features of edges are not supported.
+        nodes: a column of ids, further ones features; without it nodes are the ends of edges, without features.
+        labels: two columns, ids and classes, where the nodes' file has none; who is not in it is not labelled. Where
+            an id has several rows a node has several labels: those of its rows, and none of the others.
+        id: nodes' column of ids; default the first one.
+        label: nodes' column of classes; default the one called label, if there is one. Several columns are several
+            labels a node, called as they are: 1 or true, 0 or false, or nothing where it is not known; default those
+            called label:NAME, if there are any.
+        split: nodes' column that says train, val (or valid, validation) or test; default the one called split, if
+            there is one. Who has something else there is in no part.
+        drop: nodes' columns to leave out.
+    """
+
+    edges: Path | None = None
+    nodes: Path | None = None
+    labels: Path | None = None
+    id: str | None = None
+    label: tuple[str, ...] = ()
+    split: str | None = None
+    drop: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
@@ -87,5 +88,5 @@ def _structure(graph: Graph, coarsening: Coarsening, options: BatchOptions) -> B
         scope=options.power_scope,
         most_bytes=options.power_gib * 2**30,
         own_super=options.batching == "cluster",
-        dtype=options.channel_dtype,
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.channel_dtype],
     )

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -40,12 +40,11 @@ from megagraph.data.check import check_arrays
 from megagraph.data.graph import PARTS, Graph, Split
 from megagraph.data.header import DTYPES, load_header, names_in, num_bytes, read_header, write_header
 from megagraph.data.names import Ids, Names, Vocabulary
+from megagraph.data.options import FeatureForm
 
 _CHUNK_ROWS = 1 << 16
 _CHUNK_BYTES = 1 << 24
 _TICK_NS = 20_000_000  # two changes of a file that are further apart differ in its ctime
-
-FeatureForm = Literal["same", "fp32", "fp16", "sparse"]
 
 
 class StoreWriter:
@@ -170,11 +169,22 @@ def _files_to_replace(folder: Path) -> list[str]:
 
 
 def write_store(graph: Graph, folder: Path | str, features: FeatureForm = "same") -> None:
-    """Write a graph as a store; ``features`` changes how they are kept.
+    """Write a graph as a store, a folder that ``--dataset`` takes.
+
+    Args:
+        graph: see [megagraph.Graph][].
+        folder: of the store; one that is there already is replaced once the new one is complete.
+        features: how to keep them: ``"same"``, ``"fp32"``, ``"fp16"`` or ``"sparse"``.
 
     Raises:
         ValueError: features too large for fp16, or numbers that are not as ``Graph`` says.
         FileExistsError, OSError: the folder holds something else, or cannot be written.
+
+    Examples:
+        >>> data = Data(x=torch.randn(3, 8), edge_index=torch.tensor([[0, 1], [1, 2]]), y=torch.tensor([0, 1, -1]))
+        >>> write_store(mg.Graph.from_data(data), "graph", features="fp16")
+        >>> open_store("graph").features.dtype
+        dtype('float16')
     """
     with new_store(folder) as writer:
         writer.add("indptr", graph.indptr)
@@ -238,7 +248,11 @@ def open_store(folder: Path | str, fingerprint: str | None = None) -> StoredGrap
     """Map a store into memory once all of it has been checked; if no file has changed since, that takes no reading.
 
     Args:
+        folder: of the store.
         fingerprint: of the graph that has to be there.
+
+    Returns:
+        a [megagraph.Graph][] whose arrays stay on disk until they are read.
 
     Raises:
         FileNotFoundError, ValueError: no store, or one with anything in it that is not as it was written.

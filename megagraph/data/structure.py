@@ -27,9 +27,12 @@ _ALIGNED_COLUMNS = 16  # rows of the result begin at multiples of it: a GPU then
 
 
 class InducedSubgraph:
-    """Cuts the edges among the nodes of each sequence out of an undirected graph, given by its CSR arrays.
+    """Cuts the edges among the nodes of each sequence out of an undirected graph.
 
     Not for several threads at once: they would share a scratch array.
+
+    Args:
+        indptr, indices: CSR arrays of the graph, [V + 1] and [E]; neighbours ascend in every row.
     """
 
     def __init__(self, indptr: np.ndarray, indices: np.ndarray) -> None:
@@ -206,7 +209,19 @@ def _first_occurrence(nodes: np.ndarray) -> np.ndarray:
 def hop_distances(starts: np.ndarray, columns: np.ndarray, max_distance: int, sources: range, out: np.ndarray) -> None:
     """Hops from the nodes ``sources`` of B graphs to all n nodes of theirs, into uint8 [B, len(sources), n].
 
-    max_distance + 1 means further or unreachable. The graphs are CSR arrays [B * n, n], as InducedSubgraph gives them.
+    Args:
+        starts, columns: CSR arrays [B * n, n], int64 and int32, as ``InducedSubgraph`` gives them.
+        max_distance: at most 253; max_distance + 1 means further or unreachable.
+        sources: which of the n nodes to begin at.
+        out: what to fill.
+
+    Examples:
+        >>> path = np.array([0, 1, 3, 5, 6]), np.array([1, 0, 2, 1, 3, 2], np.int32)  # 0 - 1 - 2 - 3
+        >>> starts, columns, _ = InducedSubgraph(*path)(np.array([[0, 1, 2, -1], [2, 3, 0, -1]]))
+        >>> hops = np.empty((2, 4, 4), np.uint8)
+        >>> hop_distances(starts, columns, 2, range(4), hops)
+        >>> hops[1, 0]  # from node 2 to 3, to 0, which is unreachable among these, and to padding
+        array([0, 1, 3, 3], dtype=uint8)
     """
     from megagraph.data import traversal
 

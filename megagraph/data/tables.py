@@ -6,7 +6,7 @@ CSV or Parquet, packed with gzip or not; CSV is separated by commas, in .tsv and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from megagraph import files
 from megagraph.data.graph import PARTS, Graph, Split, check_unweighted
 from megagraph.data.names import Column, Ids, Names
+from megagraph.data.options import Tables
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,35 +25,6 @@ _MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"]
 _FLAGS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1, "nan": -1}  # of one of several labels
 _LABEL = "label:"
 _SPLIT_NAMES = {part: part for part in PARTS} | {"training": "train", "valid": "val", "validation": "val"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tables:
-    """Files of a graph, and what their columns are.
-
-    Args:
-        edges: CSV or Parquet (also .gz, .tsv): two columns, the ids of both ends, which may be called as they like.
-            Edges have no direction here, none counts twice, and more columns are refused unless they are all the same:
-            weights and features of edges are not supported.
-        nodes: a column of ids, further ones features; without it nodes are the ends of edges, without features.
-        labels: two columns, ids and classes, where the nodes' file has none; who is not in it is not labelled. Where
-            an id has several rows a node has several labels: those of its rows, and none of the others.
-        id: nodes' column of ids; default the first one.
-        label: nodes' column of classes; default the one called label, if there is one. Several columns are several
-            labels a node, called as they are: 1 or true, 0 or false, or nothing where it is not known; default those
-            called label:NAME, if there are any.
-        split: nodes' column that says train, val (or valid, validation) or test; default the one called split, if
-            there is one. Who has something else there is in no part.
-        drop: nodes' columns to leave out.
-    """
-
-    edges: Path | None = None
-    nodes: Path | None = None
-    labels: Path | None = None
-    id: str | None = None
-    label: tuple[str, ...] = ()
-    split: str | None = None
-    drop: tuple[str, ...] = ()
 
 
 def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
@@ -128,7 +100,7 @@ def _polars() -> Any:
     try:
         import polars
     except ImportError as error:
-        raise ImportError("tables are read by the polars package: pip install 'megagraph[tables]'") from error
+        raise ImportError("tables are read by the polars package: pip install 'megagraph[train]'") from error
     return polars
 
 

@@ -39,6 +39,13 @@ class ModelConfig:
         graph_checksum: of the graph whose nodes a learned embedding knows.
         max_degree: largest degree with a code of its own (Graphormer).
         dropout, input_dropout, attention_dropout: probabilities in [0, 1).
+
+    Raises:
+        ValueError: a size or probability out of its range, or ``heads`` does not divide ``dim``.
+
+    Examples:
+        >>> mg.ModelConfig(in_features=10, num_classes=3).layers
+        4
     """
 
     in_features: int

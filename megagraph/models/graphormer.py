@@ -21,8 +21,20 @@ class Graphormer(GraphTransformer):
     no bias of edge features, which our graphs do not have; pre-LN, there an option; class scores of nodes, not of the
     token. Initial values are the published ones, but for bias tables, which start where the data says.
 
+    Args:
+        config: sizes, see [megagraph.ModelConfig][].
+        mesh: the context-parallel group over which the nodes of a sequence are spread; ``None`` for one rank.
+
     Raises:
         ValueError: ``config.bias`` is not "bucket".
+
+    Examples:
+        >>> config = mg.ModelConfig(in_features=10, num_classes=3, dim=32, heads=4, bias="bucket", bias_size=9)
+        >>> model = mg.Graphormer(config).eval()
+        >>> features, node_index = torch.randn(40, 10), torch.randint(0, 40, (8, 16))
+        >>> buckets, padding = torch.zeros(8, 17, 17, dtype=torch.uint8), torch.zeros(8, 17, dtype=torch.bool)
+        >>> model(features, node_index, buckets, padding, degrees=torch.randint(0, 9, (40,))).shape
+        torch.Size([8, 1, 3])
     """
 
     def __init__(self, config: ModelConfig, *, mesh: DeviceMesh | None = None) -> None:

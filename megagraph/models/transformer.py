@@ -109,7 +109,7 @@ class GraphTransformer(nn.Module):
             degrees: int64 [U], of the rows of ``features``; only Graphormer reads it.
             layout: which nodes are local; ``None``: all, on one rank.
             num_targets: T, local rows to read out; may be 0.
-            dropout_key: int32 [B] from :func:`megagraph.dropout_keys`; needed in training, ignored in evaluation.
+            dropout_key: int32 [B] from [megagraph.dropout_keys][]; needed in training, ignored in evaluation.
 
         Returns:
             logits [B, T, num_classes].

@@ -1,14 +1,15 @@
-"""One rank of a node builds the batches of all pipeline stages there, and sends them while the last one is trained on.
+"""How a batch comes to where it is used while the one before is trained on: from rank to rank, and to a GPU.
 
-Stages of a pipeline read the same structure, padding and labels; only the first reads features. To sample and to look
-up the structure again in each would take as much CPU time as the first one's.
+One rank of a node builds the batches of all pipeline stages there. Stages read the same structure, padding and labels;
+only the first reads features. To sample and to look up the structure again in each would take as much CPU time as the
+first one's.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -82,6 +83,29 @@ class NodeLoader:
     def epoch(self, epoch: int, start: int = 0) -> Epoch:
         """As of :class:`Loader`; all ranks of the group iterate over it, and leave it after the same batch."""
         return Epoch(self._loader.epoch(epoch, start), self._group)
+
+
+def copied_ahead(batches: Iterable[Batch], put: Callable[[Batch], Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches, each ``put`` on this GPU by a stream of its own while the one before is used.
+
+    The first has nothing to hide behind, and so a full batch, the only one of its epoch, takes the usual stream.
+    """
+    stream, used, coming = torch.cuda.Stream(device), torch.cuda.current_stream(device), None
+    for batch in batches:
+        if coming is None:
+            coming = put(batch)
+            continue
+        with torch.cuda.stream(stream):
+            following = put(batch)
+        there = stream.record_event()
+        yield coming
+        used.wait_event(there)
+        for tensor in following.memory():  # or its memory would be free again before that stream has used it
+            if tensor.is_cuda:
+                tensor.record_stream(used)
+        coming = following
+    if coming is not None:
+        yield coming
 
 
 def _send(batch: Batch, group: dist.ProcessGroup) -> Callable[[], Batch]:

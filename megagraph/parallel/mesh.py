@@ -19,11 +19,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
+from megagraph.config import TrainConfig
 from megagraph.parallel import failure
 from megagraph.planner.plan import Plan
 
 T = TypeVar("T")
-TIMEOUT_SECONDS = 1800.0  # of a collective; the first ones wait for a rank that downloads the data
 _starts = count()
 
 
@@ -37,7 +37,7 @@ def rank() -> int:
 
 
 @contextmanager
-def process_group(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[None]:
+def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None]:
     """The process group of a run that torchrun started; nothing to do for one process or inside a group.
 
     When a rank fails, all ranks print the first cause, and those that wait for it leave; see

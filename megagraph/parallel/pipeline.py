@@ -11,7 +11,7 @@ travels: every rank has its own, chunked like x.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
 from megagraph.models.layers import Context
 from megagraph.models.transformer import GraphTransformer
+from megagraph.parallel.delivery import copied_ahead
 from megagraph.parallel.embedding import NodeTable
 from megagraph.planner.plan import Plan
 
@@ -207,9 +208,10 @@ class Pipeline:
         for stage in self.stages:
             stage.train(mode)
 
-    def receive(self, batch: Batch) -> Batch:
-        """The batch on this device, but for what none of the stages here reads."""
-        return batch.to(self.device, leave=self._unread, non_blocking=True)
+    def receive(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches on this device, but for what none of the stages here reads."""
+        put = partial(Batch.to, device=self.device, leave=self._unread, non_blocking=True)
+        return copied_ahead(batches, put, self.device) if self.device.type == "cuda" else map(put, batches)
 
     def backward(self, batch: Batch, dropout_key: Tensor, loss: Loss) -> Tensor:
         """Forward and backward of this rank's share of a global batch; gradients are added to the parameters.

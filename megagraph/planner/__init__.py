@@ -1,18 +1,5 @@
 """Profile -> Model -> Search: how the processes of a run share a model and its batches, found by measuring."""
 
-from megagraph.planner.cost import CostModel
-from megagraph.planner.fitting import fit
-from megagraph.planner.search import Candidate, SearchResult, search
-from megagraph.planner.split import NoFeasiblePlan, split_layers
-from megagraph.planner.workload import Workload
+import lazy_loader
 
-__all__ = [
-    "Candidate",
-    "CostModel",
-    "NoFeasiblePlan",
-    "SearchResult",
-    "Workload",
-    "fit",
-    "search",
-    "split_layers",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,11 +23,20 @@ from megagraph.planner.links import Links, ranks_of
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Across, Plan
 from megagraph.planner.seconds import pipeline_bound, pipeline_seconds, stage_tables
+from megagraph.planner.simulate import Timeline, simulate
 from megagraph.planner.split import Floats, StageTables
 from megagraph.planner.terms import dot, optimizer_terms, stage_parameters
 from megagraph.planner.workload import RankWork, Workload, check_number
 
 SCHEMA = 1
+
+
+class Replica(NamedTuple):
+    """Seconds of a micro-batch on every stage, and when each of these works ends."""
+
+    forward: list[float]
+    backward: list[float]
+    timeline: Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,17 @@ class CostModel:
         ranges: least and largest measured value of the sizes that the terms are made of.
         held_out: errors on a random third (seed 0) of the rows, fitted to the rest.
         workload, model: of the profile; what is searched for unless another one is given.
+
+    Examples:
+        A file of a checkout, fitted on two processes of a CPU.
+
+        >>> cost = mg.planner.CostModel.load("bench/results/cpu/real_plans/cost.json")
+        >>> model, workload = cost.profiled()
+        >>> plan = mg.Plan(dp=2)
+        >>> cost.step_seconds(model, plan) == sum(cost.explain(model, plan).values())
+        True
+        >>> len(cost.memory_bytes(model, plan))  # one stage
+        1
     """
 
     origin: dict[str, str]
@@ -231,19 +252,42 @@ class CostModel:
     ) -> tuple[float, float, Floats]:
         """Seconds of a replica: its slowest rank computes, the whole pipeline, and when each rank is done."""
         plan = work.plan
+        forward, backward = self._stages(work, layers, tables, slowness)
+        wires = self._links.boundaries(plan, work.hidden_bytes)
+        shared = self._links.groups(plan)
+        seconds, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
+        compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
+        return compute, seconds, ends
+
+    def _stages(
+        self, work: RankWork, layers: Sequence[int], tables: StageTables, slowness: tuple[float, ...]
+    ) -> tuple[Floats, Floats]:
+        """Seconds of a micro-batch forward and backward on every stage of a replica."""
         forward, backward = tables.stages(layers)
-        of_stages = np.tile(slowness, plan.stages_per_rank)
+        of_stages = np.tile(slowness, work.plan.stages_per_rank)
         for factor in set(slowness) - {1.0}:
             slower = self.stage_tables(work, factor).stages(layers)
             forward, backward = (
                 np.where(of_stages == factor, own, usual)
                 for own, usual in zip(slower, (forward, backward), strict=True)
             )
-        wires = self._links.boundaries(plan, work.hidden_bytes)
+        return forward, backward
+
+    def replicas_on_paper(self, config: ModelConfig, plan: Plan, workload: Workload | None = None) -> list[Replica]:
+        """What every dp replica does in a step."""
+        whole = self.rank_work(config, plan, workload)
+        layers = [len(stage) for stage in plan.stages(config.layers)]
+        wires = self._links.boundaries(plan, whole.hidden_bytes)
         shared = self._links.groups(plan)
-        seconds, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
-        compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
-        return compute, seconds, ends
+        replicas = []
+        dealt = plan.sequences(whole.whole_batch) if plan.shares else plan.dp * [whole.batch_sequences]
+        for sequences, slowness in zip(dealt, self._slowness(plan), strict=True):
+            work = whole if sequences == whole.batch_sequences else whole.of_sequences(sequences)
+            seconds = self._stages(work, layers, self.stage_tables(work), slowness)
+            forward, backward = (way.tolist() for way in seconds)
+            timeline = simulate(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
+            replicas.append(Replica(forward, backward, timeline))
+        return replicas
 
     def best_shares(self, work: RankWork, layers: Sequence[int], most: int) -> tuple[int, ...]:
         """Sequences of every replica that make the slowest as fast as can be, at least one and at most ``most`` in a

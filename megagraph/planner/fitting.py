@@ -86,10 +86,22 @@ def row_terms(row: Row) -> Terms:
 
 
 def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
-    """A cost model from rows of ``megagraph profile``, of a bench, or of both; see ``FIELDS`` for what a row holds.
+    """A cost model from rows of ``megagraph profile``, of a bench, or of both.
+
+    Args:
+        rows: dicts; ``FIELDS`` says what one of each kind holds, in seconds and bytes.
+        workload: what to search for by default; ``None``: the profile's.
 
     Raises:
         ValueError: no rows, rows of several devices, a field that is missing, a number that is NaN or negative.
+
+    Examples:
+        >>> from megagraph.planner.rows import load_rows
+        >>> rows = load_rows(Path("bench/results/cpu/real_plans/profile.json"))  # of a checkout
+        >>> cost = mg.planner.fit(rows)
+        >>> cost.held_out["memory_mape"] < 0.1
+        True
+        >>> cost.save("cost.json")
     """
     checked = check_rows(rows)
     given = next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None)
@@ -113,6 +125,8 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         predicted = [predict_peak(fitted, row) for row in unseen]
         measured = [row["peak_bytes"] for row in unseen]
         held_out |= {"memory_mape": mape(predicted, measured), "memory_r2": r_squared(predicted, measured)}
+    if checked[0].get("device_type") == "cuda":
+        memory["batches"] = 2.0  # the next one is copied there while one is used
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
     origin: dict[str, str] = {
         name: str(checked[0][name])

@@ -58,7 +58,8 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats, kept: Kept | None 
         activations = np.maximum(flight * activations, (flight - 1) * activations + gradients)
     else:
         activations = flight * activations + gradients
-    boundary[0] += work.batch_sequences * feature_bytes(work.feature_rows, config.in_features, work.codes)
+    features = feature_bytes(work.feature_rows, config.in_features, work.codes)
+    boundary[0] += _batches(rates, work) * work.batch_sequences * features
     parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
     return parts | {"allocator": (_process_factor(rates) - 1) * reduce(add, parts.values())}
 
@@ -114,7 +115,9 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     data = work.rows * work.columns * pair_bytes(config, work.dtype)
     if work.pairs:
         data = listed_bytes(work.rows, work.num_super, work.pairs)
-    total = work.batch_sequences * data + dot(rates, workspace_terms(work.sequences, work.rows, work.targets, config))
+    total = _batches(rates, work) * work.batch_sequences * data + dot(
+        rates, workspace_terms(work.sequences, work.rows, work.targets, config)
+    )
     if plan.checkpoint:
         total += (kept or kept_bytes(rates, work)).layer
     if plan.cp > 1 and plan.comm == "allgather":
@@ -144,3 +147,8 @@ def listed_bytes(rows: float, num_super: float, pairs: float) -> float:
 def _process_factor(rates: Rates) -> float:
     """Bytes that a process takes for every byte of its tensors; 1 where no row says so."""
     return rates.get("process.byte", 1.0)
+
+
+def _batches(rates: Rates, work: RankWork) -> float:
+    """That a rank's device holds at once; a full batch is the only one."""
+    return 1.0 if work.pairs else rates.get("batches", 1.0)

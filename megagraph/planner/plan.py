@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megagraph import files
-from megagraph.data.batch import deal
+from megagraph.data.options import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
@@ -48,6 +48,11 @@ class Plan:
 
     Raises:
         ValueError: a degree below 1, or stages that do not fit; the message gives expected and actual.
+
+    Examples:
+        >>> plan = mg.Plan(pp=2, dp=4, layers=(3, 5), num_microbatches=4, schedule="1f1b")
+        >>> plan.world_size, plan.stages(num_layers=8)
+        (8, [range(0, 3), range(3, 8)])
     """
 
     pp: int = 1

@@ -24,7 +24,7 @@ from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.rows import Row
 from megagraph.planner.scaling import Point
-from megagraph.planner.search import SearchResult
+from megagraph.planner.searching import SearchResult
 from megagraph.planner.workload import Workload
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megagraph.planner.cluster import Cluster
-from megagraph.planner.search import Candidate, search
+from megagraph.planner.searching import Candidate, search
 from megagraph.planner.split import NoFeasiblePlan
 
 Kind = Literal["strong", "weak"]

@@ -35,9 +35,19 @@ def split_layers(
         seconds, memory_bytes: (stage, start, stop) -> cost of the layers start..stop-1 on that stage.
         limit_bytes: what a stage may need at most.
 
+    Returns:
+        layers of every stage.
+
     Raises:
         ValueError: fewer layers than stages, a limit that is not above 0, a cost that is NaN or negative.
         NoFeasiblePlan: no split fits the limit.
+
+    Examples:
+        A first stage that takes as long as 3.5 layers more.
+
+        >>> seconds = lambda stage, start, stop: stop - start + 3.5 * (stage == 0)
+        >>> mg.planner.split_layers(24, 4, seconds, lambda stage, start, stop: 1.0, limit_bytes=1.0)
+        (3, 7, 7, 7)
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"num_stages must be in 1..num_layers = {num_layers}, got {num_stages}")

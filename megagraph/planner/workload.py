@@ -30,6 +30,13 @@ class Workload:
         halo: of listed pairs, rows that a rank receives, at most, where 2, 4, 8, ... ranks share a sequence.
         dtype: as ``--dtype``; bf16 is mixed precision.
         model: as ``--model``.
+
+    Raises:
+        ValueError: a number out of its range; it is named.
+
+    Examples:
+        >>> mg.planner.Workload(batch_sequences=16, num_nodes=1024, num_super=64, num_targets=1024).dtype
+        'fp32'
     """
 
     batch_sequences: int

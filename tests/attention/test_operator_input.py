@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import megagraph as mg
 from tests.problems import (
@@ -64,8 +65,24 @@ BAD_INPUTS = {
         r"\[2 or 1, 2, 3, 5\], got \[2, 1, 3, 5\]",
     ),
     "index dtype": (
-        lambda: bad(bias=mg.BucketBias(INDEX.int(), torch.zeros(2, 4))),
-        "index must be torch.uint8, got torch.int32",
+        lambda: bad(bias=mg.BucketBias(INDEX.float(), torch.zeros(2, 4))),
+        "index must be torch.uint8, or another integer, got torch.float32",
+    ),
+    "negative index": (
+        lambda: bad(bias=mg.BucketBias(INDEX.long() - 1, torch.zeros(2, 4))),
+        r"index must be in 0\.\.254, or 255 for a pair that must not attend, got -1\.\.",
+    ),
+    "large index": (
+        lambda: bad(bias=mg.BucketBias(INDEX.long() + 256, torch.zeros(2, 4))),
+        r"index must be in 0\.\.254, .*; nodes that cannot reach each other",
+    ),
+    "table of nn.Embedding": (
+        lambda: bad(bias=mg.BucketBias(INDEX, nn.Embedding(4, 2).weight)),
+        r"must have a table \[H, R\] for 2 heads, got \[4, 2\]; pass its transpose",
+    ),
+    "several biases": (
+        lambda: bad(bias=(mg.BucketBias(INDEX, torch.zeros(2, 4)), torch.zeros(1, 2, 3, 5))),
+        "got tuple; add several by megagraph.add_biases",
     ),
     "index dimensions": (
         lambda: bad(bias=mg.BucketBias(INDEX[0], torch.zeros(2, 4))),

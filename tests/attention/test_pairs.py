@@ -286,7 +286,7 @@ BAD = {
     "coo": (lambda: BucketBias(GOOD.to_sparse_coo(), TABLE), "got torch.sparse_coo"),
     "batch": (lambda: BucketBias(torch.ones(2, 3, 3, dtype=torch.uint8).to_sparse_csr(), TABLE), "pass a list of 2"),
     "two shapes": (lambda: BucketBias([GOOD, with_lists([0, 2, 1], size=(2, 5))], TABLE), "relations of one shape"),
-    "dtype": (lambda: BucketBias(with_lists([0, 2, 1], values=torch.zeros(3)), TABLE), "must be torch.uint8"),
+    "dtype": (lambda: BucketBias(with_lists([0, 2, 1], values=torch.zeros(3)), TABLE), "must be torch.uint8, or"),
     "no number": (lambda: ProjectedBias(with_lists([0, 2, 1], values=torch.zeros(3)), TABLE), r"\[P = 3, C\]"),
     "mask": (
         lambda: ProjectedBias(with_lists([0, 2, 1], size=(2, 4, 7), values=torch.zeros(3, 7)), TABLE, torch.zeros(1)),

@@ -216,8 +216,8 @@ def test_bf16_channels_are_rounded_fp32_ones(graph, batching):
     options = dict(batching=batching, bias="projected", sample_nodes=6, sequence_nodes=128, super_nodes=8, channels=4)
     targets = np.arange(128)[None] if batching == "cluster" else np.array([5, 0])
     exact, rounded = (
-        prepared(graph, **options, channel_dtype=dtype).build(targets, np.ones(400, bool), np.random.default_rng(0))
-        for dtype in (torch.float32, torch.bfloat16)
+        prepared(graph, **options, channel_dtype=name).build(targets, np.ones(400, bool), np.random.default_rng(0))
+        for name in ("fp32", "bf16")
     )
     assert rounded.structure.dtype == torch.bfloat16 and rounded.structure.stride(-2) % 16 == 0
     assert torch.equal(rounded.structure, exact.structure.bfloat16())

@@ -43,10 +43,32 @@ def test_a_stage_leaves_the_model_as_it_is():
 )
 def test_a_rank_moves_what_its_stages_read(layers, moved):
     stage = make_stage(layers).to("meta")
-    batch = Pipeline([stage], [stage], mg.Plan()).receive(batches_of("cluster", WHOLE)[0])
+    (batch,) = Pipeline([stage], [stage], mg.Plan()).receive(batches_of("cluster", WHOLE)[:1])
     names = ("features", "degrees", "node_ids", "node_index", "labels", "target_nodes")
     assert {name for name in names if getattr(batch, name).is_meta} == moved
     assert batch.structure.is_meta and batch.key_padding_mask.is_meta and batch.sequence_ids.is_meta
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; bench/gpu.sh --check runs it")
+def test_a_batch_is_whole_that_was_copied_while_the_one_before_was_used():
+    stage = make_stage(range(3)).to("cuda")
+    given = [batch.pin_memory() for batch in batches_of("cluster", WHOLE)[:3] * 4]
+    copied = 0
+
+    def built():
+        nonlocal copied
+        for batch in given:
+            copied += 1
+            yield batch
+
+    received, kept = Pipeline([stage], [stage], mg.Plan()).receive(built()), []
+    for i, batch in enumerate(received):
+        assert copied == min(i + 2, len(given))
+        torch.cuda._sleep(10_000_000)  # the device is behind the host, and the memory of this batch is soon free
+        kept.append([tensor.clone() for tensor in batch.memory()])
+    torch.cuda.synchronize()
+    for batch, tensors in zip(given, kept, strict=True):
+        torch.testing.assert_close([tensor.cpu() for tensor in tensors], batch.memory(), rtol=0, atol=0)
 
 
 def test_schedules_not_used_for_longest_are_given_up(monkeypatch):

@@ -173,6 +173,13 @@ def test_bytes_of_two_stages(comm, bias, pair_bytes):
     assert got == pytest.approx([either[0] + first_kept + features, either[1] + last_kept], rel=1e-12)
 
 
+def test_two_batches_are_on_a_gpu_as_the_next_one_is_copied_ahead():
+    plan = mg.Plan(pp=2)
+    one, two = (cost_model(memory=memory).memory_bytes(CONFIG, plan) for memory in ({}, {"batches": 2.0}))
+    index, features = 4 * 7 * 7, 4 * 5 * 3 * 4  # of 4 sequences; the last stage reads no features
+    assert [b - a for a, b in zip(one, two, strict=True)] == [index + features, index]
+
+
 # the first stage: inputs of a layer and results of 3 micro-batches beside gradients of all parameters, or of 2
 IN_FLIGHT = {"gpipe": 3, "1f1b": 2}
 

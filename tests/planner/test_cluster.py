@@ -12,7 +12,7 @@ from megagraph.cli import main
 from megagraph.planner.cluster import Cluster
 from megagraph.planner.links import Links
 from megagraph.planner.scaling import default_sizes, scaling
-from megagraph.planner.search import HEADROOM
+from megagraph.planner.searching import HEADROOM
 from tests.planner import synthetic
 
 CONFIG = mg.ModelConfig(

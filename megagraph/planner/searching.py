@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, and all of them, fastest first."""
+    """The best candidate, and all of them, fastest first; what [megagraph.planner.search][] gives."""
 
     best: Candidate
     candidates: list[Candidate]
@@ -104,13 +104,27 @@ def search(
     asks for it.
 
     Args:
+        cost: of the machine.
+        model_config: the model to train.
+        world_size: processes W.
+        memory_limit_bytes: of each process.
         workload: batch and sequence sizes; ``None``: those of the profile.
         fixed: fields of the plan that are given, as ``{"pp": 1}``.
         strict: refuse plans that need sizes outside the measured ones.
 
+    Returns:
+        the best candidate, and all of them.
+
     Raises:
         ValueError: a world size or memory limit that is not above 0, an unknown field in ``fixed``.
         NoFeasiblePlan: nothing fits; the message says what is tightest and what to change.
+
+    Examples:
+        >>> cost = mg.planner.CostModel.load("bench/results/cpu/real_plans/cost.json")
+        >>> model, workload = cost.profiled()
+        >>> found = mg.planner.search(cost, model, 2, 2**30)
+        >>> found.best.plan.world_size, found.best.exact, len(found.candidates) > 20
+        (2, True, True)
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}")

@@ -1,0 +1,89 @@
+"""Several biases of the same pairs as one, in the most compact form that holds their sum."""
+
+from __future__ import annotations
+
+from functools import reduce
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megagraph.attention.bias import MASKED_BUCKET, MAX_CHANNELS, BucketBias, DenseBias, ProjectedBias
+
+Summand = DenseBias | BucketBias | ProjectedBias
+
+
+def add_biases(first: Summand, *others: Summand) -> Summand:
+    """The sum of biases of the same node pairs; a pair that one of them masks is masked.
+
+    Two tables are one of all pairs of buckets, as long as there are fewer than 255, and channels stand side by side up
+    to 16. Any other sum is dense: as Graphormer's of distances and of edges, whose values [B, H, M, N] are dense
+    themselves. What is learned gets its gradient through the sum.
+
+    Raises:
+        ValueError: they are not of the same pairs and heads, or a bias of other pairs is sparse.
+
+    Example:
+        >>> distance = BucketBias(torch.tensor([[[0, 1], [1, 0]]]), torch.tensor([[0.5, -1.0]]))
+        >>> edge = DenseBias(torch.tensor([[[[0.0, 2.0], [3.0, 0.0]]]]))
+        >>> add_biases(distance, edge).materialize()
+        tensor([[[[0.5000, 1.0000],
+                  [2.0000, 0.5000]]]])
+    """
+    return reduce(_sum, others, first)
+
+
+def _sum(a: Summand, b: Summand) -> Summand:
+    for bias in (a, b):
+        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
+            raise ValueError(
+                f"expected biases to add, each a DenseBias, BucketBias or ProjectedBias, got {type(bias).__name__}"
+            )
+    if a.relation is not b.relation:
+        raise ValueError(
+            "biases to add must all be dense, or have the same pairs: make the second by "
+            "dataclasses.replace(first, ...), or join their values in one sparse tensor"
+        )
+    shapes = [tuple(bias.shape) for bias in (a, b)]
+    if any(x != y and 1 not in (x, y) for x, y in zip(*(shape[:2] for shape in shapes), strict=True)) or (
+        shapes[0][2:] != shapes[1][2:]
+    ):
+        raise ValueError(f"biases to add must be of the same [B, H, M, N], got {shapes[0]} and {shapes[1]}")
+    sizes = a.learned.shape[1], b.learned.shape[1]  # of tables and projections
+    # one bucket is left for indices beyond either table, which must stay beyond it
+    if isinstance(a, BucketBias) and isinstance(b, BucketBias) and prod(sizes) < MASKED_BUCKET - 1:
+        return _of_tables(a, b)
+    if isinstance(a, ProjectedBias) and isinstance(b, ProjectedBias) and sum(sizes) <= MAX_CHANNELS:
+        return _of_channels(a, b)
+    if a.relation is not None:
+        return DenseBias(_of_pairs(a) + _of_pairs(b), a.relation)
+    return DenseBias(a.materialize() + b.materialize())
+
+
+def _of_tables(a: BucketBias, b: BucketBias) -> BucketBias:
+    number = b.table.shape[1]
+    masked = (a.index == MASKED_BUCKET) | (b.index == MASKED_BUCKET)
+    beyond = (a.index >= a.table.shape[1]) | (b.index >= number)
+    index = (a.index.int() * number + b.index).masked_fill(beyond, MASKED_BUCKET - 1).masked_fill(masked, MASKED_BUCKET)
+    table = (a.table[:, :, None] + b.table[:, None, :]).flatten(1)
+    return BucketBias(index.to(torch.uint8), table, a.relation)
+
+
+def _of_channels(a: ProjectedBias, b: ProjectedBias) -> ProjectedBias:
+    channels = [a.channels, b.channels]
+    if a.relation is None:
+        batch = max(x.shape[0] for x in channels)
+        channels = [x.expand(batch, -1, -1, -1) for x in channels]
+    masks = [x for x in (a.mask, b.mask) if x is not None]
+    mask = reduce(torch.logical_or, masks) if masks else None
+    return ProjectedBias(torch.cat(channels, dim=1), torch.cat([a.weight, b.weight], dim=1), mask, a.relation)
+
+
+def _of_pairs(bias: Summand) -> Tensor:
+    """[P, H], of a sparse bias."""
+    if isinstance(bias, DenseBias):
+        return bias.values
+    if isinstance(bias, ProjectedBias):
+        return bias.channels @ bias.weight.t().to(bias.channels.dtype)
+    masked = bias.index == MASKED_BUCKET
+    return bias.table.t()[bias.index.long().masked_fill(masked, 0)].masked_fill(masked[:, None], -torch.inf)
