@@ -92,8 +92,8 @@ class BiasEffect:
     """What the learned part of the attention bias does in a model.
 
     Args:
-        bias_changed_classes: share of nodes whose most probable class, or of their labels that, are others where it is
-            zero.
+        bias_changed_classes: share of nodes whose most probable class is another one where it is zero; of several
+            labels a node, the share of their labels.
         bias_correlation: with what it was before training, over all layers, heads and channels or buckets; ``None``
             where one of the two is constant, or was random.
         bias_norm, bias_start_norm: root mean square of it, now and before training.

@@ -45,8 +45,8 @@ class TrainConfig:
 
     dataset: str = "synthetic"
     """synthetic, citeseer, cora, pubmed, dblp, computers, photo, cs, physics, actor, chameleon, squirrel, roman-empire,
-    amazon-ratings, minesweeper, tolokers, questions, reddit, reddit2, ogbn-arxiv, ogbn-products, a FILE.npz or the
-    folder of a store."""
+    amazon-ratings, minesweeper, tolokers, questions, reddit, reddit2, yelp, ogbn-arxiv, ogbn-products, a FILE.npz or
+    the folder of a store."""
     root: Path | None = None
     """Folder of the named data sets; what is missing there is downloaded."""
     split: Literal["random", "public"] = "random"

@@ -1,8 +1,8 @@
 """What is trained and how good it is: one class a node, or several labels, each with a probability of its own.
 
-Labels [V] of classes or [V, C] of 0 and 1 say which; -1 is not known. For F1 a node is given the labels of a
-probability of at least 1/2. Means over labels (macro) leave out those of which nothing is known, or nothing to be told
-apart: as torchmetrics and scikit-learn count where all is known.
+Labels [V] of classes or [V, C] of 0 and 1 say which; -1 is not known and does not count. For F1 a node is given the
+labels of a probability of at least 1/2. Means over labels leave out those of which nothing is known, that of average
+precision also those that nobody has, that of ROC AUC those that all have.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ _SOURCES = {
     },
     "reddit": _Source("Reddit", "Reddit", "Reddit/raw/reddit_data.npz and reddit_graph.npz"),
     "reddit2": _Source("Reddit2", "Reddit2", "Reddit2/raw/adj_full.npz, feats.npy, class_map.json and role.json"),
+    "yelp": _Source("Yelp", "Yelp", "Yelp/raw/adj_full.npz, feats.npy, class_map.json and role.json"),
     "ogbn-arxiv": _Source("ogb", "ogbn-arxiv", _OGB_RAW.format("ogbn_arxiv")),
     "ogbn-products": _Source("ogb", "ogbn-products", _OGB_RAW.format("ogbn_products")),
 }

@@ -90,6 +90,8 @@ class Graph:
         shape = (self.num_nodes, self.num_classes) if self.multi_label else (self.num_nodes,)
         if self.labels.shape != shape:
             raise ValueError(f"expected labels of shape {list(shape)}, got {list(self.labels.shape)}")
+        if self.multi_label and self.labels.dtype != np.int8:
+            raise ValueError(f"expected several labels a node as int8, got {self.labels.dtype}; convert them")
         self._check_values()
 
     def _check_values(self) -> None:
@@ -183,6 +185,10 @@ class Graph:
         """
         if isinstance(data, tuple):
             graph, labels = data
+            if graph.get("edge_feat") is not None:
+                check_unweighted("edge_feat", graph["edge_feat"])
+            if graph.get("node_feat") is None:
+                raise ValueError("expected node_feat of shape [V, d_in], got none; put features of the nodes there")
             return cls.from_arrays(name, graph["node_feat"], graph["edge_index"], labels)
         x, edge_index = (_attribute(data, key) for key in ("x", "edge_index"))
         y = np.full(len(x) if x.ndim else 0, -1) if getattr(data, "y", None) is None else _attribute(data, "y")

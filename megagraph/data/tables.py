@@ -212,6 +212,8 @@ def _labels(
     num_nodes = len(row_of.categories)
     known = () if like is None or like.names is None else like.names.classes
     if tables.labels is None and columns.width == 0:
+        if like is not None and like.multi_label:
+            return np.full((num_nodes, len(known)), -1, np.int8), known
         return np.full(num_nodes, -1), known
     if tables.labels is not None and columns.width:
         named = columns.columns[0]

@@ -1,3 +1,4 @@
+import json
 import re
 import sys
 from pathlib import Path
@@ -5,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 from hypothesis import given
 
@@ -54,6 +56,7 @@ def test_several_labels_of_any_type(dtype):
     expected = y.numpy().astype(np.int8)
     if dtype.is_floating_point:
         y[1], expected[1] = torch.tensor([float("nan"), -1]), -1
+        y[3, 0], expected[3, 0] = float("nan"), -1  # the node has another one that is known
     graph = Graph.from_data(data(y=y))
     assert graph.multi_label and graph.num_classes == 2 and graph.labels.dtype == np.int8
     np.testing.assert_array_equal(graph.labels, expected)
@@ -91,6 +94,21 @@ def test_every_name_is_a_data_set_of_its_library(tmp_path, monkeypatch):
             load_graph(name, tmp_path)
         folder, first = source.raw.split(" ")[0].rstrip(",").rsplit("/", 1)
         assert any(path.startswith(f"{folder}/{first}") for path in error.value.__cause__.args[0]), name
+
+
+def test_yelp_has_several_labels_a_node(tmp_path):
+    """From raw files as those of PyG, of five nodes."""
+    raw = tmp_path / "Yelp" / "raw"
+    raw.mkdir(parents=True)
+    adjacency, y = sp.csr_array(np.eye(5, k=1)), [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]]
+    arrays = {name: getattr(adjacency, name) for name in ("data", "indices", "indptr", "shape")}
+    np.savez(raw / "adj_full.npz", **arrays)
+    np.save(raw / "feats.npy", np.ones((5, 2)))
+    (raw / "class_map.json").write_text(json.dumps({str(i): labels for i, labels in enumerate(y)}))
+    (raw / "role.json").write_text(json.dumps({"tr": [0, 4], "va": [1], "te": [2, 3]}))
+    graph = load_graph("yelp", tmp_path)
+    assert graph.multi_label and graph.labels.tolist() == y and graph.num_edges == 8
+    assert graph.split.test.tolist() == [2, 3]
 
 
 def test_from_data_takes_a_pyg_data():
@@ -148,6 +166,8 @@ def test_graph_refuses_labels_and_features_that_do_not_fit():
     fields = {"name": "g", "indptr": graph.indptr, "indices": graph.indices}
     with pytest.raises(ValueError, match=r"expected labels in 0\.\.1, .* got 0\.\.2"):
         Graph(**fields, features=graph.features, labels=graph.labels, num_classes=2)
+    with pytest.raises(ValueError, match="expected several labels a node as int8, got int64; convert them"):
+        Graph(**fields, features=graph.features, labels=np.ones((4, 3), np.int64), num_classes=3)
     with pytest.raises(ValueError, match=r"expected features of shape \[4, d_in\], got \[3, 4\]"):
         Graph(**fields, features=graph.features[:3], labels=graph.labels, num_classes=3)
 

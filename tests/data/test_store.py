@@ -95,6 +95,14 @@ def test_sparse_and_fp16_tensors_stay_as_they_are():
 def test_an_ogb_item_is_a_graph():
     item = ({"node_feat": np.ones((3, 2), np.float32), "edge_index": np.array([[0, 1], [1, 2]])}, np.zeros((3, 1), int))
     assert Graph.from_data(item).num_edges == 4
+    several = Graph.from_data((item[0], np.array([[0, 1], [1, 1], [0, 0]])))  # as ogbn-proteins has them
+    assert several.labels.tolist() == [[0, 1], [1, 1], [0, 0]]
+    for changes, message in (
+        ({"node_feat": None}, "expected node_feat of shape .*, got none"),
+        ({"edge_feat": np.array([[0.5], [0.7]])}, "expected an unweighted graph, got edge_feat with values of 0.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Graph.from_data((item[0] | changes, item[1]))
 
 
 def command(monkeypatch, capsys, *arguments):

@@ -93,6 +93,11 @@ def test_a_wrong_number_of_several_labels_is_found(value, graph, tmp_path):
     change_array(tmp_path / "store", "labels", put((3, 5), value))
     with pytest.raises(ValueError, match=r"expected .*labels\.npy in -1\.\.1, got -?\d\.\.\d"):
         open_store(tmp_path / "store")
+    edit_header(tmp_path / "store", lambda header: header.update(num_classes=5))
+    with pytest.raises(
+        ValueError, match=r"expected labels of shape \[300, 5\] in .*, got \[300, 6\]; import the graph"
+    ):
+        open_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG_SPARSE.values(), ids=WRONG_SPARSE)

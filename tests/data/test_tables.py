@@ -165,7 +165,7 @@ def test_several_rows_of_an_id_are_several_labels(tmp_path):
     assert read_tables(once).labels.tolist() == [-1, 0, -1, -1]  # one class a node
     assert read_tables(once, like=graph).labels.tolist() == [[-1, -1], [0, 1], [-1, -1], [-1, -1]]
     bare = read_tables(write(tmp_path, **given), like=graph)
-    assert bare.labels.tolist() == [-1] * 4 and bare.num_classes == 2  # to predict
+    assert bare.labels.tolist() == [[-1, -1]] * 4 and bare.names.classes == ("9", "10")  # to predict
 
 
 @pytest.mark.parametrize(
