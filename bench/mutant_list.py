@@ -204,7 +204,7 @@ DRAWN = (
         "ptrs = (x.padding.ptr + b * stride_b + col * stride_n) + offs_n * stride_n",
         "ptrs = (x.padding.ptr + b * stride_b + col * stride_n) - (offs_n * stride_n)",
     ),
-    Mutant("_check_plane", "megagraph/attention/bias.py", "check_strided(name, tensor)", "pass"),
+    Mutant("_check_plane", "megagraph/attention/fields.py", "check_strided(name, tensor)", "pass"),
     Mutant(
         "backward",
         "megagraph/attention/rank.py",

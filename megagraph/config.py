@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 AUTO = Path("auto")
 Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "samples"]  # that a model may do without
-# how the processes share the work, which the numbers do not depend on
-LAYOUT_FIELDS = (
+LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not depend on
     "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
     "shard",
 )  # fmt: skip
-# what guides a search of them
-_SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")
-# what the numbers of a run do not depend on
-FREE_FIELDS = (
+_SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")  # what guides a search of them
+FREE_FIELDS = (  # what the numbers of a run do not depend on
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
     "bad_steps", "timeout", "trace", *_SEARCH_FIELDS, *LAYOUT_FIELDS,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
-from megagraph.attention.bias import MASKED_BUCKET, MAX_BUCKETS, MAX_CHANNELS
+from megagraph.attention.fields import MASKED_BUCKET, MAX_BUCKETS, MAX_CHANNELS
 
 
 class StructuralBias(BaseTransform):

@@ -17,66 +17,20 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from megagraph.attention.fields import (
+    MASKED_BUCKET,
+    MAX_BUCKETS,
+    MAX_CHANNELS,
+    as_buckets,
+    check_pairs,
+    check_plane,
+    check_strided,
+    take_relation,
+)
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.relation import Relation, is_sparse
+from megagraph.attention.relation import Relation
 
 B = TypeVar("B", "DenseBias", "BucketBias", "ProjectedBias")
-MASKED_BUCKET = 255  # index value of a node pair that must not attend
-MAX_BUCKETS = 255
-MAX_CHANNELS = 16
-
-
-def check_strided(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor whose numbers do not stand at strides."""
-    if tensor.is_nested:
-        raise ValueError(
-            f"{name} must be a dense tensor, got a nested one; pad it (torch.nested.to_padded_tensor) and pass "
-            "key_padding_mask"
-        )
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got one of {tensor.layout}; pass its to_dense()")
-
-
-def _as_buckets(index: Tensor) -> Tensor:
-    """An index of another integer type as uint8."""
-    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise ValueError(f"BucketBias index must be torch.uint8, or another integer, got {index.dtype}")
-    if torch.compiler.is_compiling():
-        raise ValueError(f"BucketBias index must be torch.uint8 in compiled code, got {index.dtype}; convert it before")
-    low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, 0)
-    if low < 0 or high > MASKED_BUCKET:
-        raise ValueError(
-            f"BucketBias index must be in 0..254, or 255 for a pair that must not attend, got {low}..{high}; nodes "
-            "that cannot reach each other may have a bucket of their own"
-        )
-    return index.to(torch.uint8)
-
-
-def _take_relation(bias: DenseBias | BucketBias | ProjectedBias, field: str) -> None:
-    """Turn a sparse tensor, or several, in a field into the values of its pairs and a relation."""
-    given = getattr(bias, field)
-    if not is_sparse(given):
-        return
-    name = f"{type(bias).__name__} {field}"
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            f"{name} must be plain tensors in compiled code, got sparse ones; build the bias outside of it"
-        )
-    relation, values = Relation.from_csr(name, given)
-    object.__setattr__(bias, field, values)
-    object.__setattr__(bias, "relation", relation)
-
-
-def _check_pairs(name: str, values: Tensor, relation: Relation, axes: tuple[str, ...]) -> None:
-    """Of the values of pairs, [P] or [P, X]."""
-    check_strided(name, values)
-    num_pairs = len(relation.columns)
-    if values.ndim != 1 + len(axes) or len(values) != num_pairs:
-        raise ValueError(
-            f"{name} of a sparse bias must have shape [{', '.join([f'P = {num_pairs}', *axes])}], "
-            f"{'a number' if not axes else 'a row'} for each pair, got {tuple(values.shape)}; a hybrid CSR tensor of "
-            "shape [M, N, X] has values [P, X]"
-        )
 
 
 def _scattered(values: Tensor, relation: Relation, fill: float) -> Tensor:
@@ -98,12 +52,6 @@ def _sparse_rows(bias: B, field: str, index: Tensor | slice) -> B:
     return replace(bias, **{field: getattr(bias, field)[pairs], "relation": relation})
 
 
-def _check_plane(name: str, tensor: Tensor, ndim: int, axes: str) -> None:
-    check_strided(name, tensor)
-    if tensor.ndim != ndim:
-        raise ValueError(f"{name} must have shape {axes}, got {tuple(tensor.shape)}")
-
-
 @dataclass(frozen=True, eq=False)
 class DenseBias:
     """One learned (or constant) value per head and node pair.
@@ -122,11 +70,11 @@ class DenseBias:
     form: ClassVar[str] = "dense"
 
     def __post_init__(self) -> None:
-        _take_relation(self, "values")
+        take_relation(self, "values")
         if self.relation is not None:
-            _check_pairs("DenseBias values", self.values, self.relation, ("H",))
+            check_pairs("DenseBias values", self.values, self.relation, ("H",))
         else:
-            _check_plane("DenseBias values", self.values, 4, "[B or 1, H or 1, M, N]")
+            check_plane("DenseBias values", self.values, 4, "[B or 1, H or 1, M, N]")
         if self.values.dtype == torch.bool:
             raise ValueError(
                 "DenseBias values must be floating point, got torch.bool; a boolean mask is ambiguous: True means "
@@ -195,14 +143,14 @@ class BucketBias:
     form: ClassVar[str] = "bucket"
 
     def __post_init__(self) -> None:
-        _take_relation(self, "index")
+        take_relation(self, "index")
         if self.relation is not None:
-            _check_pairs("BucketBias index", self.index, self.relation, ())
+            check_pairs("BucketBias index", self.index, self.relation, ())
         else:
-            _check_plane("BucketBias index", self.index, 3, "[B or 1, M, N]")
+            check_plane("BucketBias index", self.index, 3, "[B or 1, M, N]")
         if self.index.dtype != torch.uint8:
-            object.__setattr__(self, "index", _as_buckets(self.index))
-        _check_plane("BucketBias table", self.table, 2, "[H, R]")
+            object.__setattr__(self, "index", as_buckets(self.index))
+        check_plane("BucketBias table", self.table, 2, "[H, R]")
         if not self.table.is_floating_point():
             raise ValueError(f"BucketBias table must be floating point, got {self.table.dtype}")
         if not 1 <= self.table.shape[1] <= MAX_BUCKETS:
@@ -275,12 +223,12 @@ class ProjectedBias:
     form: ClassVar[str] = "projected"
 
     def __post_init__(self) -> None:
-        _take_relation(self, "channels")
+        take_relation(self, "channels")
         if self.relation is not None:
-            _check_pairs("ProjectedBias channels", self.channels, self.relation, ("C",))
+            check_pairs("ProjectedBias channels", self.channels, self.relation, ("C",))
         else:
-            _check_plane("ProjectedBias channels", self.channels, 4, "[B or 1, C, M, N]")
-        _check_plane("ProjectedBias weight", self.weight, 2, "[H, C]")
+            check_plane("ProjectedBias channels", self.channels, 4, "[B or 1, C, M, N]")
+        check_plane("ProjectedBias weight", self.weight, 2, "[H, C]")
         for name, tensor in (("channels", self.channels), ("weight", self.weight)):
             if not tensor.is_floating_point():
                 raise ValueError(f"ProjectedBias {name} must be floating point, got {tensor.dtype}")

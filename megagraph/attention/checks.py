@@ -16,16 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megagraph.attention.bias import (
-    MASKED_BUCKET,
-    Bias,
-    BorderedBias,
-    BucketBias,
-    DenseBias,
-    ProjectedBias,
-    check_strided,
-)
+from megagraph.attention.bias import Bias, BorderedBias, BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.engines import ENGINES
+from megagraph.attention.fields import MASKED_BUCKET, check_strided
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 

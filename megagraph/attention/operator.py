@@ -18,7 +18,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megagraph.attention import reference, reuse
-from megagraph.attention.bias import Bias, DenseBias, check_strided
+from megagraph.attention.bias import Bias, DenseBias
 from megagraph.attention.checks import (
     check_inputs,
     check_operands,
@@ -27,6 +27,7 @@ from megagraph.attention.checks import (
     check_values,
 )
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
+from megagraph.attention.fields import check_strided
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
 
 

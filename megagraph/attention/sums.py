@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import MASKED_BUCKET, MAX_CHANNELS, BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS
 
 Summand = DenseBias | BucketBias | ProjectedBias
 
