@@ -15,7 +15,6 @@ of hidden states and scores, 2 threads, seed 0; for losses 4 layers of 64, batch
 from __future__ import annotations
 
 import resource
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
