@@ -131,6 +131,8 @@ class BiasedRingAttention(nn.Module):
         Returns:
             [B, M, E] in the dtype of x; M = S without ``num_queries``.
         """
+        if packing is None and x.ndim != 3:
+            raise ValueError(f"x must have shape [B, S, E], got {list(x.shape)}; one sequence is x[None]")
         batch, rows = x.shape[:2] if packing is None else packing.padding.shape
         world_size = 1 if self.mesh is None else self.mesh.size()
         if layout is None:

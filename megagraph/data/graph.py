@@ -171,7 +171,8 @@ class Graph:
         """Take a ``torch_geometric.data.Data``, or anything with its attributes, or an item of an OGB data set.
 
         Args:
-            data: ``x`` [V, d_in], dense or sparse, ``edge_index`` [2, E] and, to train on, ``y``: classes, integers [V]
+            data: ``x`` [V, d_in], dense or sparse, or ``num_nodes`` of nodes without features (for a learned
+                embedding), ``edge_index`` [2, E] and, to train on, ``y``: classes, integers [V]
                 or [V, 1], or several labels a node [V, C] of any type, 1 or 0, NaN or -1 where not known; optionally
                 ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n].
                 Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
@@ -190,7 +191,11 @@ class Graph:
             if graph.get("node_feat") is None:
                 raise ValueError("expected node_feat of shape [V, d_in], got none; put features of the nodes there")
             return cls.from_arrays(name, graph["node_feat"], graph["edge_index"], labels)
-        x, edge_index = (_attribute(data, key) for key in ("x", "edge_index"))
+        edge_index = _attribute(data, "edge_index")
+        if getattr(data, "x", None) is None and isinstance(number := getattr(data, "num_nodes", None), int):
+            x = np.zeros((number, 0), np.float32)
+        else:
+            x = _attribute(data, "x")
         y = np.full(len(x) if x.ndim else 0, -1) if getattr(data, "y", None) is None else _attribute(data, "y")
         for key in ("edge_weight", "edge_attr"):
             if getattr(data, key, None) is not None:

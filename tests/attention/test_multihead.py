@@ -173,6 +173,7 @@ BAD = {
     "bias of other nodes": (call(torch.zeros(N + 1, N)), "bias must have shape"),
     "width of keys": (converted(kdim=16), "keys and values must be as wide as queries, 32, got 16 and 32"),
     "key of its own": (converted(add_bias_kv=True), "add_bias_kv and add_zero_attn must be off"),
+    "one sequence": (lambda: mg.BiasedRingAttention(E, H)(torch.zeros(N, E)), r"x must have shape \[B, S, E\], got"),
     "zero key": (converted(add_zero_attn=True), "add_bias_kv and add_zero_attn must be off"),
 }
 

@@ -125,7 +125,7 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": None}, "expected data.x to be a tensor, got NoneType"),
+        ({"x": [[1.0]] * 4}, "expected data.x to be a tensor, got list"),
         ({"y": [0, 1, 0, 1]}, "expected data.y to be a tensor, got list"),
         ({"edge_index": None}, "expected data.edge_index to be a tensor, got NoneType"),
         ({"x": torch.ones(0, 2), "y": torch.ones(0).long(), "edge_index": torch.ones(2, 0).long()}, "empty graph"),
@@ -159,6 +159,13 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
 def test_bad_data_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Graph.from_data(data(**changes))
+
+
+def test_a_graph_without_features():
+    from torch_geometric.data import Data
+
+    graph = Graph.from_data(Data(edge_index=torch.tensor([[0], [1]]), num_nodes=3, y=torch.tensor([0, 1, -1])))
+    assert graph.features.shape == (3, 0) and graph.num_edges == 2 and graph.labels.tolist() == [0, 1, -1]
 
 
 def test_graph_refuses_labels_and_features_that_do_not_fit():
