@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -33,6 +32,7 @@ from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
+from megagraph.progress import Progress, log
 from megagraph.run import Run
 from megagraph.weights import fill
 
@@ -118,6 +118,7 @@ def class_probabilities(
     loader: Loader | NodeLoader,
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
+    what: str = "evaluation",
 ) -> np.ndarray:
     """Mean of softmax over all sequences of a node, of several labels of the sigmoid, fp32 [V, classes]; rows of nodes
     that were not read out are 0.
@@ -128,9 +129,10 @@ def class_probabilities(
     Args:
         between: called before every batch, on every rank.
         change: what the model is given in place of a batch.
+        what: is going on, for those who wait.
     """
     total = torch.zeros(loader.num_nodes, pipeline.config.num_classes + 1, device=pipeline.device)
-    for nodes, votes in _votes(pipeline, loader, between, change):
+    for nodes, votes in _votes(pipeline, loader, between, change, what):
         total.index_add_(0, nodes, votes)
     if pipeline.mesh is not None:
         sum_over_ranks(total)
@@ -142,11 +144,13 @@ def _votes(
     loader: Loader | NodeLoader,
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
+    what: str = "evaluation",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nodes [n] and votes [n, classes + 1] of every batch, from the ranks that have the last stage: probabilities, and
     a one to count them."""
     pipeline.train(False)
-    for batch in pipeline.receive(loader.epoch(0)):
+    batches = loader.epoch(0)
+    for batch in pipeline.receive(Progress(batches, what, len(batches))):
         between()
         batch = change(batch)
         scores = pipeline.logits(batch)
@@ -175,7 +179,7 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
     config, model_config = replace(opened.config, **changes), opened.model_config
     if data is None and "dataset" not in changes:
         place = "" if config.root is None or "root" in changes else f" in {config.root}"
-        print(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says", file=sys.stderr)
+        log.info(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says")
     graph = as_graph(data, config)
     learned = model_config.embedding == "learned"
     if learned and graph.checksum() != model_config.graph_checksum:
@@ -231,14 +235,14 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     nodes = np.arange(graph.num_nodes)
     loader = make_loader(config, batches(config, graph), nodes)
     if out is None or Path(out).suffix == ".csv":
-        probabilities = class_probabilities(pipeline, loader)
+        probabilities = class_probabilities(pipeline, loader, what="prediction")
         if out is not None:
             _write_csv(Path(out), probabilities, graph.names, multi_label=pipeline.config.multi_label)
         return probabilities
     shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
         probabilities = np.lib.format.open_memmap(file.name, mode="w+", dtype=np.float32, shape=shape)
-        for targets, votes in _votes(pipeline, loader):
+        for targets, votes in _votes(pipeline, loader, what="prediction"):
             # all sequences of a node are in one batch
             found, index = targets.unique(return_inverse=True)
             total = votes.new_zeros(len(found), votes.shape[1]).index_add_(0, index, votes)

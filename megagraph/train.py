@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from megagraph.parallel.mesh import (
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.stop import Stop
 from megagraph.planner.plan import Plan
+from megagraph.progress import log
 from megagraph.run import Run, State, restarted
 from megagraph.weights import fill, read_weights
 
@@ -219,27 +221,15 @@ class Trainer:
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
         sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
-            layout = "" if world_size() == 1 else f", {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)"
-            print(
+            log.info(
                 f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} "
                 f"features, {graph.num_classes} {'labels, several a node' if graph.multi_label else 'classes'}; "
-                f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
+                f"{len(split.train):,} nodes to train, {len(split.val):,} to validate, {len(split.test):,} to test\n"
                 f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
-                f"{device}{layout}; prepared in {preprocess_seconds:.1f} s",
-                file=sys.stderr,
+                f"{device}, plan {plan}; prepared in {preprocess_seconds:.1f} s; run folder {run.folder}"
             )
-            if isinstance(builder, ClusterBatches):
-                print(builder.quality, file=sys.stderr)
-            if sampling_mass is not None:
-                print(
-                    f"a node samples from at most {config.batch_options.num_candidates} others, which hold "
-                    f"{sampling_mass:.0%} of its PageRank on others (--candidates, --epsilon)",
-                    file=sys.stderr,
-                )
-            if isinstance(builder.structure, BiasChannels):
-                print(builder.structure.powers, file=sys.stderr)
-            if isinstance(builder.structure, PairBuckets):
-                print(builder.structure, file=sys.stderr)
+            for line in _of_batches(builder, config, sampling_mass):
+                log.info(line)
 
         epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
         epochs.run_all(state)
@@ -265,6 +255,21 @@ class Trainer:
         )
         run.write_summary(asdict(summary))
         return summary
+
+
+def _of_batches(builder: Builder, config: TrainConfig, sampling_mass: float | None) -> Iterator[object]:
+    """What is worth knowing of how the graph became sequences."""
+    if isinstance(builder, ClusterBatches):
+        yield builder.quality
+    if sampling_mass is not None:
+        yield (
+            f"a node samples from at most {config.batch_options.num_candidates} others, which hold {sampling_mass:.0%} "
+            "of its PageRank on others (--candidates, --epsilon)"
+        )
+    if isinstance(builder.structure, BiasChannels):
+        yield builder.structure.powers
+    if isinstance(builder.structure, PairBuckets):
+        yield builder.structure
 
 
 def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:

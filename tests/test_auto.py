@@ -43,7 +43,8 @@ def rows():
     ],
     ids=str,
 )
-def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
+def test_the_search_keeps_what_is_given(rows, given, monkeypatch, caplog):
+    caplog.set_level("INFO", "megagraph")
     monkeypatch.setattr(auto, "world_size", lambda: 4)
     config = mg.TrainConfig(plan="auto", layers=8, memory_gib=64.0, **given)
     best = auto.choose(config, rows, CPU)
@@ -54,7 +55,7 @@ def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
     fixed = {names.get(name, name): value for name, value in given.items()}
     expected = mg.planner.search(cost, cost.model, 4, 64 * 2**30, fixed={"shard": False} | fixed).best
     assert best == expected
-    assert f"plan: {best.plan}; predicted" in capsys.readouterr().err
+    assert f"plan: {best.plan}; predicted" in caplog.text
 
 
 PLANS = (

@@ -359,11 +359,11 @@ def test_other_data_are_refused(tmp_path, stopped_run):
         mg.Trainer.resume(tmp_path / "run").fit(replace(graph(), features=graph().features[:, :5]))
 
 
-def test_a_checkpoint_that_is_not_ours_any_more_is_put_aside(tmp_path, stopped_run, capsys):
+def test_a_checkpoint_that_is_not_ours_any_more_is_put_aside(tmp_path, stopped_run, caplog):
     run = tmp_path / "run"
     shutil.copytree(stopped_run, run)
     for name in ("begun.json", "metadata.json"):
         flip(run / "checkpoints/step-000002" / name)
     assert mg.Trainer.resume(run).fit(graph()).steps == 18
-    assert "step-000002 was not written by this run, it is now " in capsys.readouterr().err
+    assert "step-000002 was not written by this run, it is now " in caplog.text
     assert (run / "checkpoints/step-000002-aside-1/begun.json").exists()

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import os
 import sys
 import traceback
@@ -26,6 +27,7 @@ from megagraph.cli.plot import plot
 from megagraph.config import AUTO, Part, TrainConfig
 
 # what a command needs is imported by its job: to say what a flag means takes less time than to import torch
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 def train(config: TrainConfig) -> Job:
@@ -117,10 +119,35 @@ def _defaults() -> TrainConfig:
     return replace(Run.to_resume(folder, new_plan=given.plan is not None), resume=given.resume)
 
 
+class _ToStderr(logging.Handler):
+    """Lines on what is stderr now, above a bar of progress."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")
+        write = print if bars is None else bars.tqdm.write
+        prefix = f"megagraph: {record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        write(prefix + self.format(record), file=sys.stderr)
+
+
+def _take_log_level(words: list[str]) -> list[str]:
+    """What the logger is to say goes to stderr, of a run with several processes by the first; gives the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--log-level", choices=_LEVELS, default="info")
+    try:
+        given, others = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"cannot read the command line: {error}") from error
+    level = getattr(logging, given.log_level.upper())
+    logger = logging.getLogger("megagraph")
+    logger.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.WARNING))
+    logger.handlers = [_ToStderr()]
+    return others
+
+
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
-    words = sys.argv[1:]
+    words = _take_log_level(sys.argv[1:])
     run_flags = functools.partial(in_groups, defaults=_defaults(), usual=bool({"-h", "--help"} & {*words}))
     commands: dict[str, Callable[..., Job]] = {
         "train": run_flags(train),
@@ -137,6 +164,7 @@ def _parse() -> Job:
             return tyro.extras.subcommand_cli_from_dict(
                 commands,
                 prog="megagraph",
+                description=f"--log-level {'|'.join(_LEVELS)} beside any command: what stderr says, default info.",
                 args=["--help" if word == "--help-all" else word for word in words],
                 config=(tyro.conf.DisallowNone,),
             )
