@@ -32,7 +32,6 @@ from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
     all_gather,
-    on_one_process_first,
     on_rank_zero,
     rank,
     replicas_of,
@@ -147,13 +146,13 @@ class Epochs:
         pipeline: Pipeline,
         run: Run,
         stop: Stop,
+        fingerprint: str,
     ) -> None:
         self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
         self.metric = choose_metric(config.metric, graph.labels)
         self.stop = stop
-        data = on_one_process_first(graph.fingerprint)
         self.checkpoints = Checkpoints(
-            run.folder / "checkpoints", run=run.id, data=data, config=config.numbers(), keep=config.keep
+            run.folder / "checkpoints", run=run.id, data=fingerprint, config=config.numbers(), keep=config.keep
         )
         share = own_share(pipeline.plan, pipeline.mesh)
         # a full batch is built once, by everyone

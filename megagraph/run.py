@@ -3,6 +3,7 @@
 RUN/run.json           that this is a run of ours, and its id; every other file names it
     config.json        the TrainConfig
     plan.json          the Plan: how the processes shared the work
+    provenance.json    versions, sources, command, device and data of every start, of a later one what had changed
     model.json         the ModelConfig: its sizes and those of the data set
     metrics.jsonl      one object a step and one an epoch, written as they happen
     model.safetensors  the weights of the best validation epoch so far
@@ -46,7 +47,7 @@ T = TypeVar("T")
 _WEIGHTS = "model.safetensors"
 # what may lie in a run in which nothing has been trained yet
 _MARKING = "run.json.partial"  # of another start at this moment, or of one that was killed
-_BEFORE_THE_FIRST_STEP = ("run.json", "lock", "config.json", "plan.json", "model.json")
+_BEFORE_THE_FIRST_STEP = ("run.json", "lock", "provenance.json", "config.json", "plan.json", "model.json")
 _OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", "summary.json", "curves.png", "trace")
 
 
@@ -267,6 +268,32 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         return self._read("summary.json", "the result of a run")
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Where each start comes from: the first in full, of later ones what had changed; none of an older version.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path, what = self.folder / "provenance.json", "the origin of a run"
+        if not path.exists():
+            return []
+        starts = self._read(path.name, what).get("starts")
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            raise ValueError(f"expected {what}, a list of its starts, got {path}, which is something else")
+        return starts
+
+    def note_start(self, origin: dict[str, Any], *, first: bool) -> None:
+        """Note where this start comes from: of a later one its date, its command and what else is new."""
+        if not self.writes:
+            return
+        origin = json.loads(json.dumps(origin, default=str))
+        starts = [] if first else self.starts
+        known = {name: value for start in starts for name, value in start.items()}
+        always = ("date", "command")
+        changed = {n: x for n, x in origin.items() if n in always or n not in known or known[n] != x}
+        self._write("provenance.json", {"starts": [*starts, changed]})
 
     def write_config(self, config: TrainConfig) -> None:
         """Note the configuration, but for what is of one start only."""

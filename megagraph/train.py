@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 import zlib
@@ -20,9 +21,10 @@ from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.ego import EgoBatches
-from megagraph.data.graph import Graph
+from megagraph.data.graph import PARTS, Graph, Split
 from megagraph.data.pairs import PairBuckets
 from megagraph.data.start import bias_start
+from megagraph.data.store import StoredGraph
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import as_graph, batches, choose_split, make_model
@@ -45,6 +47,7 @@ from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.stop import Stop
 from megagraph.planner.plan import Plan
 from megagraph.progress import log
+from megagraph.provenance import start_of_run
 from megagraph.run import Run, State, restarted
 from megagraph.weights import fill, read_weights
 
@@ -217,7 +220,11 @@ class Trainer:
         contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
         contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
-        on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config))
+        fingerprint = on_one_process_first(graph.fingerprint)
+        of_data = _of_data(config, data, graph, split) | {"fingerprint": fingerprint}
+        hosts = sorted(set(all_gather(socket.gethostname())))
+        origin = {"hosts": hosts, "processes": world_size(), "data": of_data}
+        on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config, start_of_run(device) | origin))
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
         sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
@@ -231,7 +238,7 @@ class Trainer:
             for line in _of_batches(builder, config, sampling_mass):
                 log.info(line)
 
-        epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
+        epochs = Epochs(config, builder, graph, split, pipeline, run, stop, fingerprint)
         epochs.run_all(state)
         phase("evaluation")
         effect = bias_effect(pipeline, epochs.eval_loader, epochs.eval_nodes, epochs.classes, epochs.look_up)
@@ -324,10 +331,33 @@ def _known_plan(config: TrainConfig) -> Plan | None:
     return before if before.world_size == world_size() else None
 
 
-def _write_configs(run: Run, state: State, config: TrainConfig, plan: Plan, model_config: ModelConfig) -> None:
-    """Note what will be trained, once its model is that of the run."""
+def _of_data(config: TrainConfig, data: Any, graph: Graph, split: Split) -> dict[str, Any]:
+    """What of a graph a run keeps; it has no path where it was made, or handed over."""
+    path: Path | None = None
+    if isinstance(graph, StoredGraph):
+        path = graph.store
+    elif data is None and config.dataset != "synthetic":
+        path = Path(config.dataset) if config.dataset.endswith(".npz") else config.root
+    return {
+        "name": graph.name,
+        "path": None if path is None else path.absolute(),
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "features": graph.in_features,
+        "classes": graph.num_classes,
+        "several_labels": graph.multi_label,
+        "split": {part: len(getattr(split, part)) for part in PARTS},
+        **of_the_majority(graph.labels, graph.num_classes, split),
+    }
+
+
+def _write_configs(
+    run: Run, state: State, config: TrainConfig, plan: Plan, model_config: ModelConfig, origin: dict[str, Any]
+) -> None:
+    """Note what will be trained, once its model is that of the run, and where it comes from."""
     if state == "started":
         run.check_model_config(model_config)
+    run.note_start(origin, first=state == "new")
     run.write_config(config)
     run.write_plan(plan)
     run.write_model_config(model_config)

@@ -66,7 +66,7 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     steps = losses(folder)
     assert len(steps) == summary.steps and np.mean(steps[-5:]) < 0.9 * np.mean(steps[:5])
     files = "run.json config.json plan.json model.json metrics.jsonl model.safetensors summary.json curves.png "
-    files += "checkpoints"
+    files += "checkpoints provenance.json"
     assert {path.name for path in folder.iterdir()} == set(files.split())
     assert mg.Plan.load(folder / "plan.json") == mg.Plan()
     assert json.loads((folder / "summary.json").read_text())["test_accuracy"] == summary.test_accuracy
