@@ -235,9 +235,10 @@ class Run:
                 raise FileNotFoundError(f"{folder} must be the folder of a run, but it holds no {name}")
         return cls(folder, id=_marker(folder)["id"], writes=False)
 
-    def check_output(self, path: Path) -> None:
-        """Raise FileExistsError if what is to be written at ``path`` would replace a file of the run, or a link."""
-        inside = path.parent.resolve() == self.folder.resolve() and path.name in _OURS
+    def check_output(self, path: Path, own: str | None = None) -> None:
+        """Raise FileExistsError if what is to be written at ``path`` would replace a file of the run other than
+        ``own``, or a link."""
+        inside = path.parent.resolve() == self.folder.resolve() and path.name in _OURS and path.name != own
         if inside or (self.folder / "checkpoints").resolve() in path.resolve().parents or path.is_symlink():
             raise FileExistsError(
                 f"{path} is {'a link' if path.is_symlink() else 'a file of the run'}; pass another --out"
@@ -336,8 +337,8 @@ class Run:
                 raise ValueError(f"expected a JSON object in line {number} of {path}, got {text[:80]!r}") from error
         return lines
 
-    def progress(self) -> tuple[list[EpochLine], list[StepLine]]:
-        """The lines of finished epochs, and those of the steps of the epoch under way.
+    def progress(self, *, whole: bool = False) -> tuple[list[EpochLine], list[StepLine]]:
+        """The lines of finished epochs, and those of the steps of the epoch under way, or of the whole run.
 
         Raises:
             ValueError: a line is not as we write it.
@@ -347,7 +348,7 @@ class Run:
         for line in self.metrics():
             if "epoch" in line:
                 epochs.append(self._checked(EpochLine, line))
-                steps = []
+                steps = steps if whole else []
             elif "step" in line:
                 steps.append(self._checked(StepLine, line))
         return epochs, steps

@@ -28,6 +28,7 @@ from megagraph.data.store import StoredGraph
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import as_graph, batches, choose_split, make_model
+from megagraph.history import History
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
 from megagraph.objective import of_the_majority
@@ -244,7 +245,7 @@ class Trainer:
         effect = bias_effect(pipeline, epochs.eval_loader, epochs.eval_nodes, epochs.classes, epochs.look_up)
         phase("save")
         if run.writes:
-            plots.curves(run.metrics(), run.folder / "curves.png")
+            plots.curves([History.of(run)], run.folder / "curves.png")
         summary = Summary(
             run=str(run.folder),
             **epochs.results(),

@@ -58,6 +58,31 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
     return Job(job)
 
 
+def plot_curves(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path | None = None) -> Job:
+    """Draw loss, validation and test scores and learning rate of a run, or of several in one figure.
+
+    Args:
+        runs: run folders of ``megagraph train``, also of runs under way.
+        out: image to write; default RUN/curves.png, of several runs curves.png.
+    """
+
+    def job() -> None:
+        from megagraph import plots
+        from megagraph.history import History, names_of
+        from megagraph.run import Run
+
+        if not runs:
+            raise ValueError("expected the folder of a run, or several, got none")
+        path = out or (runs[0] / "curves.png" if len(runs) == 1 else Path("curves.png"))
+        opened = [Run.of(run) for run in runs]
+        for run in opened:
+            run.check_output(path, own="curves.png")
+        plots.curves([History.of(run, name) for run, name in zip(opened, names_of(runs), strict=True)], path)
+        print(path)
+
+    return Job(job)
+
+
 def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
     """Draw the learned part of the attention bias by distance or channel, layer and head, beside where it started.
 
@@ -222,6 +247,7 @@ def plot(
     job: tyro.conf.OmitSubcommandPrefixes[
         tyro.conf.OmitArgPrefixes[
             Annotated[Any, tyro.conf.subcommand("timeline", constructor=plot_timeline)]
+            | Annotated[Any, tyro.conf.subcommand("curves", constructor=plot_curves)]
             | Annotated[Any, tyro.conf.subcommand("bias", constructor=plot_bias)]
             | Annotated[Any, tyro.conf.subcommand("attention", constructor=plot_attention)]
             | Annotated[Any, tyro.conf.subcommand("costmodel", constructor=plot_costmodel)]
