@@ -9,7 +9,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megagraph.data.start import bias_labels
 from megagraph.history import History, score_limits, smoothed
+from megagraph.run import Run
 from megagraph.timeline import SPANS, STAGE, STEP, Span, steps
 
 
@@ -79,6 +81,14 @@ def _text(given: str) -> str:
     """What matplotlib draws as it is: no formula, and a name that the legend does not leave out."""
     escaped = given.replace("\\", "\N{FULLWIDTH REVERSE SOLIDUS}").replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
+
+
+def bias_of(run: Run, path: Path | BinaryIO) -> None:
+    """The learned part of the bias of a run's weights, of its best epoch so far."""
+    model, weights = run.model_config, run.weights()
+    learned = np.stack([weights[f"layers.{layer}.bias_weight"].double() for layer in range(model.layers)])
+    start = np.array(model.bias_start) if model.bias_start else None
+    bias(learned, start, bias_labels(run.config.batch_options), path)
 
 
 def bias(learned: np.ndarray, start: np.ndarray | None, labels: list[str], path: Path | BinaryIO) -> None:

@@ -1,4 +1,5 @@
-"""The command line: ``train``, ``predict``, ``evaluate``; ``profile``, ``fit``, ``search``; ``plot`` and ``data``."""
+"""The command line: ``train``, ``predict``, ``evaluate``, ``report``, ``plot``; ``profile``, ``fit``, ``search``; and
+``data``."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from megagraph.cli.data import data
 from megagraph.cli.groups import in_groups, read_config
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
-from megagraph.cli.plot import plot
+from megagraph.cli.plot import plot, report
 from megagraph.config import AUTO, Part, TrainConfig
 
 # what a command needs is imported by its job: to say what a flag means takes less time than to import torch
@@ -157,6 +158,7 @@ def _parse() -> Job:
         "fit": fit,
         "search": search,
         "plot": plot,
+        "report": report,
         "data": data,
     }
     try:
