@@ -26,7 +26,7 @@ from megagraph.data.graph import Graph, Split
 from megagraph.data.loader import Loader
 from megagraph.evaluate import class_probabilities, make_loader
 from megagraph.models.transformer import GraphTransformer, is_bias
-from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted
+from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted, same_answer
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
@@ -181,6 +181,7 @@ class Epochs:
         self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
         self.history: list[EpochLine] = []  # of the epochs before
         self.classes: np.ndarray | None = None  # of the last evaluation, as ``predicted`` has them
+        self.same_answer: str | None = None  # that the model of the best epoch, of this start, gives to all
         self.step_seconds = array("d")  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -346,6 +347,7 @@ class Epochs:
             )
         if all(self._score(line) > self._score(before) for before in self.history):
             phase("save")
+            self.same_answer = same_answer(self.classes, self.graph, self.eval_nodes)
             self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
         self.run_folder.log(**line)
         self.history.append(line)

@@ -245,6 +245,8 @@ class Trainer:
         effect = bias_effect(pipeline, epochs.eval_loader, epochs.eval_nodes, epochs.classes, epochs.look_up)
         phase("save")
         if run.writes:
+            if epochs.same_answer is not None:
+                log.warning(epochs.same_answer)
             plots.curves([History.of(run)], run.folder / "curves.png")
         summary = Summary(
             run=str(run.folder),

@@ -88,7 +88,7 @@ def test_a_run_says_what_it_trains_and_how_far_it_is(tmp_path, monkeypatch, capl
 SMALL = ["--layers", "1", "--dim", "16", "--heads", "2", "--samples", "1", "--max-steps", "1", "--device", "cpu"]
 
 
-@pytest.mark.parametrize(("level", "expected"), [("info", True), ("warning", False)])
+@pytest.mark.parametrize(("level", "expected"), [("info", True), ("error", False)])
 def test_log_level(tmp_path, level, expected):
     done = Command("--log-level", level, "train", *SMALL, "--out", tmp_path / "run").finish()
     assert done.returncode == 0 and ("2,000 nodes" in done.stderr) == expected
