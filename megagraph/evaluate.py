@@ -208,17 +208,18 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     Args:
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
-        out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv, a line a
-            node with its number or id, its likeliest class, or all its labels of a probability of at least 1/2 with
-            ";" between them, and the probability of each. One in the run folder must not be a file of the run.
+        out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv or
+            .parquet, a line a node with its number or id, its likeliest class, or all its labels of a probability of at
+            least 1/2 (with ";" between them, in Parquet a list), and the probability of each. One in the run folder
+            must not be a file of the run.
         changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
             because the run says so is printed.
 
     Raises:
-        FileNotFoundError: ``run`` is not the folder of a finished run.
+        FileNotFoundError: ``run`` is not the folder of a finished run, or there is no folder for ``out``.
         FileExistsError: ``out`` is a file of the run, or a link.
-        ValueError: ``out`` is no .npy or .csv; a file of the run is damaged; the graph does not have the features that
-            the model was trained on, or, for a learned embedding, is another graph.
+        ValueError: ``out`` is no .npy, .csv or .parquet; a file of the run is damaged; the graph does not have the
+            features that the model was trained on, or, for a learned embedding, is another graph.
 
     Examples:
         >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
@@ -228,16 +229,17 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     """
     if out is not None:
         Run.open(run).check_output(Path(out))
-        if Path(out).suffix not in (".npy", ".csv"):
-            raise ValueError(f"out must end in .npy or .csv, got {out}")
+        if Path(out).suffix not in (".npy", *_TABLES):
+            raise ValueError(f"out must end in .npy, .csv or .parquet, got {out}")
+        files.check_place(Path(out))
     opened = open_run(run, data, changes)
     config, graph, pipeline = opened.config, opened.graph, opened.pipeline
     nodes = np.arange(graph.num_nodes)
     loader = make_loader(config, batches(config, graph), nodes)
-    if out is None or Path(out).suffix == ".csv":
+    if out is None or Path(out).suffix in _TABLES:
         probabilities = class_probabilities(pipeline, loader, what="prediction")
         if out is not None:
-            _write_csv(Path(out), probabilities, graph.names, multi_label=pipeline.config.multi_label)
+            _TABLES[Path(out).suffix](Path(out), probabilities, graph.names, multi_label=pipeline.config.multi_label)
         return probabilities
     shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
@@ -253,18 +255,41 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
 
 def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
     """With ids and classes as they are called, where the graph says so and has as many classes."""
-    classes = [str(i) for i in range(probabilities.shape[1])]
-    if names is not None and len(names.classes) == len(classes):
-        classes = list(names.classes)
+    classes, what = _called(names, probabilities.shape[1]), "labels" if multi_label else "class"
     with files.replacing(path) as file:
         text = TextIOWrapper(file, "utf-8", newline="")
         lines = csv.writer(text, lineterminator="\n")
-        named, what = np.array(classes, object), "labels" if multi_label else "class"
         lines.writerow(["node", what, *(f"probability_{name}" for name in classes)])
         for node, (best, row) in enumerate(
             zip(predicted(probabilities, multi_label=multi_label), probabilities, strict=True)
         ):
             who = node if names is None else names.ids[node]
-            given = ";".join(named[best]) if multi_label else named[best]
+            given = ";".join(classes[best]) if multi_label else classes[best]
             lines.writerow([who, given, *(f"{p:.6g}" for p in row)])
         text.detach()  # or it would close the file
+
+
+def _write_parquet(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
+    """The same, probabilities as fp32, several labels as a list."""
+    import polars
+
+    classes, best = _called(names, probabilities.shape[1]), predicted(probabilities, multi_label=multi_label)
+    nodes = range(len(best)) if names is None else [names.ids[node] for node in range(len(best))]
+    if multi_label:
+        given = {"labels": polars.Series([list(classes[row]) for row in best], dtype=polars.List(polars.String))}
+    else:
+        given = {"class": polars.Series(classes[best].tolist(), dtype=polars.String)}
+    columns = {"node": polars.Series(nodes)} | given
+    columns |= {f"probability_{name}": polars.Series(p) for name, p in zip(classes, probabilities.T, strict=True)}
+    with files.replacing(path) as file:
+        polars.DataFrame(columns).write_parquet(file)
+
+
+_TABLES = {".csv": _write_csv, ".parquet": _write_parquet}
+
+
+def _called(names: Names | None, num_classes: int) -> np.ndarray:
+    """Names of the classes, or their numbers where the graph has no such, or not so many."""
+    if names is not None and len(names.classes) == num_classes:
+        return np.array(names.classes, object)
+    return np.array([str(i) for i in range(num_classes)], object)

@@ -43,8 +43,7 @@ def report(folders: Sequence[Path | str], out: Path | str) -> None:
     paths, out = [Path(folder) for folder in folders], Path(out)
     if not paths:
         raise ValueError("expected the folder of a run, or several, got none")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"expected a folder for {out}, but there is no {out.parent}; make it first")
+    files.check_place(out)
     runs = [Run.of(path) for path in paths]
     for run in runs:
         run.check_output(out)

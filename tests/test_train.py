@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars
 import pytest
 import scipy.sparse as sp
 import torch
@@ -290,8 +291,17 @@ def test_command_line(tmp_path):
     found, table = np.load(tmp_path / "p.npy"), np.loadtxt(lines, delimiter=",")
     np.testing.assert_array_equal(table[:, :2], np.stack([np.arange(2000), found.argmax(axis=1)], axis=1))
     np.testing.assert_allclose(table[:, 2:], found, rtol=1e-5)
-    done = Command("predict", out, "--out", tmp_path / "p.parquet").finish()
-    assert done.returncode == 1 and "out must end in .npy or .csv, got" in done.stderr
+    assert Command("predict", out, "--out", tmp_path / "p.parquet").finish().returncode == 0
+    columns = polars.read_parquet(tmp_path / "p.parquet")
+    assert columns.columns == head.split(",") and columns["node"].to_list() == [*range(2000)]
+    assert columns["class"].to_list() == [str(i) for i in found.argmax(axis=1)]
+    np.testing.assert_array_equal(columns.select(columns.columns[2:]).to_numpy(), found)
+    for place, message in (
+        ("p.txt", "out must end in .npy, .csv or .parquet, got"),
+        ("no/p.csv", "there is no folder"),
+    ):
+        done = Command("predict", out, "--out", tmp_path / place).finish()
+        assert done.returncode == 1 and message in done.stderr and "reading" not in done.stderr
     assert Command("--version").finish().stdout == f"megagraph {mg.__version__}\n"
 
 

@@ -60,8 +60,8 @@ def predict(
 
     Args:
         run: run folder of ``megagraph train``.
-        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv, with its class, or of several labels
-            those of at least 1/2; default RUN/probabilities.npy.
+        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv or .parquet, with its class, or of
+            several labels those of at least 1/2; default RUN/probabilities.npy.
     """
 
     def job() -> None:
