@@ -39,8 +39,12 @@ def measure(
     *,
     seconds: float = 60.0,
     cache: Path | None = CACHE,
+    kept_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of this machine for what a configuration trains, the same on every rank. Collective.
+
+    Args:
+        kept_only: measure nothing; no rows where no profile is kept.
 
     Raises:
         ValueError: the configuration has a learned embedding, which the cost model does not know.
@@ -76,6 +80,7 @@ def measure(
             workers=config.workers,
             budget_seconds=seconds,
             cache=cache,
+            kept_only=kept_only,
         )
     )
 

@@ -19,14 +19,16 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.datasets import load_graph
-from megagraph.data.graph import Graph, Split, labelled, random_split
+from megagraph.data.graph import PARTS, Graph, Split, labelled, random_split
 from megagraph.data.loader import Loader
 from megagraph.data.names import Names
 from megagraph.data.prepare import prepare
+from megagraph.data.start import bias_start
+from megagraph.data.store import StoredGraph
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
-from megagraph.objective import SOMETIMES, choose_metric, measures, predicted, probabilities_of
+from megagraph.objective import SOMETIMES, choose_metric, measures, of_the_majority, predicted, probabilities_of
 from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
@@ -47,6 +49,27 @@ def batches(config: TrainConfig, graph: Graph) -> Builder:
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
     """The model that the configuration names; ``mesh`` is its CP group."""
     return MODELS[config.model](model_config, mesh=mesh)
+
+
+def num_parameters(model: GraphTransformer) -> int:
+    """Of the whole model; the table of a learned embedding is none of its modules."""
+    learned = model.config.in_features * model.config.dim if model.config.embedding == "learned" else 0
+    return sum(parameter.numel() for parameter in model.parameters()) + learned
+
+
+def model_config_of(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:
+    """The sizes of the model, of the graph and of the bias."""
+    learned = config.embedding == "learned"
+    unit, start = bias_start(builder)
+    return config.model_config(
+        in_features=builder.num_rows if learned else builder.graph.in_features,
+        num_classes=graph.num_classes,
+        multi_label=graph.multi_label,
+        bias_size=builder.structure.size,
+        bias_unit=unit,
+        bias_start=start,
+        graph_checksum=graph.checksum() if learned else 0,
+    )
 
 
 def make_loader(
@@ -111,6 +134,26 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
                 f"or the test, nodes of {graph.name} no label is there, or none is missing"
             )
     return split
+
+
+def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split) -> dict[str, Any]:
+    """What of a graph a run keeps; it has no path where it was made, or handed over."""
+    path: Path | None = None
+    if isinstance(graph, StoredGraph):
+        path = graph.store
+    elif data is None and config.dataset != "synthetic":
+        path = Path(config.dataset) if config.dataset.endswith(".npz") else config.root
+    return {
+        "name": graph.name,
+        "path": None if path is None else path.absolute(),
+        "nodes": graph.num_nodes,
+        "edges": graph.num_edges // 2,
+        "features": graph.in_features,
+        "classes": graph.num_classes,
+        "several_labels": graph.multi_label,
+        "split": {part: len(getattr(split, part)) for part in PARTS},
+        **of_the_majority(graph.labels, graph.num_classes, split),
+    }
 
 
 def class_probabilities(

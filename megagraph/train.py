@@ -21,13 +21,10 @@ from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.ego import EgoBatches
-from megagraph.data.graph import PARTS, Graph, Split
 from megagraph.data.pairs import PairBuckets
-from megagraph.data.start import bias_start
-from megagraph.data.store import StoredGraph
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
-from megagraph.evaluate import as_graph, batches, choose_split, make_model
+from megagraph.evaluate import as_graph, batches, choose_split, graph_facts, make_model, model_config_of, num_parameters
 from megagraph.history import History
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
@@ -216,13 +213,13 @@ class Trainer:
             predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
             plan, self._predicted_bytes = predicted.plan, predicted.peak_bytes
             config = config.with_plan(plan)
-        model_config = _model_config(config, graph, builder)
+        model_config = model_config_of(config, graph, builder)
         # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
         contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
         contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
         fingerprint = on_one_process_first(graph.fingerprint)
-        of_data = _of_data(config, data, graph, split) | {"fingerprint": fingerprint}
+        of_data = graph_facts(config, data, graph, split) | {"fingerprint": fingerprint}
         hosts = sorted(set(all_gather(socket.gethostname())))
         origin = {"hosts": hosts, "processes": world_size(), "data": of_data}
         on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config, start_of_run(device) | origin))
@@ -282,20 +279,6 @@ def _of_batches(builder: Builder, config: TrainConfig, sampling_mass: float | No
         yield builder.structure
 
 
-def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:
-    learned = config.embedding == "learned"
-    unit, start = bias_start(builder)
-    return config.model_config(
-        in_features=builder.num_rows if learned else builder.graph.in_features,
-        num_classes=graph.num_classes,
-        multi_label=graph.multi_label,
-        bias_size=builder.structure.size,
-        bias_unit=unit,
-        bias_start=start,
-        graph_checksum=graph.checksum() if learned else 0,
-    )
-
-
 def _make_pipeline(
     config: TrainConfig, plan: Plan, state: State, model_config: ModelConfig, device: torch.device
 ) -> tuple[Pipeline, int]:
@@ -306,9 +289,7 @@ def _make_pipeline(
     if config.weights is not None and (state == "new" or config.weights.is_file()):
         model.to(config.parameter_dtype)
         on_every_rank(partial(_start_from, model, config.weights))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.embedding == "learned":
-        parameters += model_config.in_features * config.dim
+    parameters = num_parameters(model)
     return make_pipeline(model, plan, mesh, device, config), parameters
 
 
@@ -332,26 +313,6 @@ def _known_plan(config: TrainConfig) -> Plan | None:
         return None
     before = Run.to_resume(folder).parallel_plan()
     return before if before.world_size == world_size() else None
-
-
-def _of_data(config: TrainConfig, data: Any, graph: Graph, split: Split) -> dict[str, Any]:
-    """What of a graph a run keeps; it has no path where it was made, or handed over."""
-    path: Path | None = None
-    if isinstance(graph, StoredGraph):
-        path = graph.store
-    elif data is None and config.dataset != "synthetic":
-        path = Path(config.dataset) if config.dataset.endswith(".npz") else config.root
-    return {
-        "name": graph.name,
-        "path": None if path is None else path.absolute(),
-        "nodes": graph.num_nodes,
-        "edges": graph.num_edges // 2,
-        "features": graph.in_features,
-        "classes": graph.num_classes,
-        "several_labels": graph.multi_label,
-        "split": {part: len(getattr(split, part)) for part in PARTS},
-        **of_the_majority(graph.labels, graph.num_classes, split),
-    }
 
 
 def _write_configs(

@@ -16,6 +16,7 @@ import torch
 import megagraph as mg
 from megagraph import auto
 from megagraph.data.datasets import synthetic_graph
+from megagraph.dry_run import dry_run
 from megagraph.planner import profile
 from tests.planner import synthetic
 
@@ -187,3 +188,8 @@ def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     assert mg.planner.search(predicted, model, 1, 2**40).best.step_seconds == pytest.approx(
         summary.predicted_step_seconds
     )
+    for asked in (config, config.with_plan(mg.Plan(layers=(2,)))):
+        said = dry_run(asked, graph)
+        assert said["plan"] == str(mg.Plan(layers=(2,)))
+        assert said["predicted_step_seconds"] == pytest.approx(summary.predicted_step_seconds)
+        assert said["predicted_memory_bytes"] == pytest.approx(summary.predicted_memory_bytes, abs=1)

@@ -31,21 +31,31 @@ from megagraph.config import AUTO, Part, TrainConfig
 _LEVELS = ("debug", "info", "warning", "error")
 
 
-def train(config: TrainConfig) -> Job:
+def train(config: TrainConfig, dry_run: bool = False) -> Job:
     """Train a model on a graph and leave a run folder; prints the summary as JSON.
 
     Example: megagraph train --dataset cora --root DATA --out runs/cora
 
     The usual flags; --help-all shows all of them.
+
+    Args:
+        dry_run: read and prepare the graph and print what would be trained, and what a step would take where a profile
+            of this machine is kept; trains nothing and leaves no run folder.
     """
 
     def job() -> None:
         from megagraph.parallel.mesh import rank
-        from megagraph.train import Trainer
 
-        summary = Trainer(config).fit()
+        if dry_run:
+            from megagraph.dry_run import dry_run as would_train
+
+            result = would_train(config)
+        else:
+            from megagraph.train import Trainer
+
+            result = asdict(Trainer(config).fit())
         if rank() == 0:
-            print(json.dumps(asdict(summary), indent=2))
+            print(json.dumps(result, indent=2, default=str))
 
     return Job(job, config.timeout)
 
