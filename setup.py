@@ -50,6 +50,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "pytest-benchmark>=5",
+            "tensorboard>=2.16",
             "hypothesis>=6.100",
             "ruff>=0.12",
             "mypy>=1.11",

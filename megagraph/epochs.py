@@ -25,6 +25,7 @@ from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.data.loader import Loader
 from megagraph.evaluate import class_probabilities, make_loader
+from megagraph.metrics import EpochLine
 from megagraph.models.transformer import GraphTransformer, is_bias
 from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted, same_answer
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
@@ -42,7 +43,7 @@ from megagraph.parallel.replicate import clip_gradients, gather_tensors, replica
 from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
 from megagraph.progress import Progress, log
-from megagraph.run import EpochLine, Run, State
+from megagraph.run import Run, State
 from megagraph.state import TrainingState
 from megagraph.timeline import STEP, recorder
 

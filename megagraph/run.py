@@ -11,6 +11,7 @@ RUN/run.json           that this is a run of ours, and its id; every other file 
     summary.json       the result
     curves.png         loss and accuracy
     trace/             rank-0.json.gz, ...: a few steps of every rank, with --trace
+    tensorboard/       the numbers of metrics.jsonl, with --tensorboard
     lock               while a process writes here
 """
 
@@ -20,67 +21,34 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any, Literal
 
 import psutil
 from torch import Tensor
 
 from megagraph import files
+from megagraph.board import Board
 from megagraph.config import AUTO, TrainConfig
 from megagraph.lock import Lock
+from megagraph.metrics import EpochLine, StepLine, checked
 from megagraph.models.config import ModelConfig
-from megagraph.objective import OF_CLASSES, OF_LABELS, SOMETIMES
 from megagraph.planner.plan import Plan
 from megagraph.weights import read_weights, write_weights
 
 State = Literal["new", "started", "finished"]
-T = TypeVar("T")
 
 _WEIGHTS = "model.safetensors"
 # what may lie in a run in which nothing has been trained yet
 _MARKING = "run.json.partial"  # of another start at this moment, or of one that was killed
 _BEFORE_THE_FIRST_STEP = ("run.json", "lock", "provenance.json", "config.json", "plan.json", "model.json")
-_OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", "summary.json", "curves.png", "trace")
-
-
-class StepLine(TypedDict):
-    """What metrics.jsonl says of a step; ``None`` where it was skipped."""
-
-    step: int
-    loss: float | None
-    learning_rate: float
-    gradient_norm: float | None
-    step_seconds: float
-    stall_seconds: float
-
-
-class EpochLine(TypedDict):
-    """What metrics.jsonl says of an epoch, after its steps, beside how good it was (``megagraph.objective.measures``);
-    no loss where all of them were skipped."""
-
-    epoch: int
-    loss: float | None
-    skipped_steps: int
-    train_seconds: float
-    evaluation_seconds: float
-
-
-def _types(kind: Any, measures: Iterable[str] = ()) -> dict[str, tuple[Any, ...]]:
-    """Of the values of a line: by hand, as typeguard takes 50 us a line, and a run may have millions."""
-    hints: dict[str, Any] = get_type_hints(kind)
-    hints |= {f"{part}_{name}": None if name in SOMETIMES else float for name in measures for part in ("val", "test")}
-    return {name: {int: (int,), float: (float, int)}.get(hint, (float, int, NoneType)) for name, hint in hints.items()}
-
-
-_TYPES = {StepLine: [_types(StepLine)], EpochLine: [_types(EpochLine, names) for names in (OF_CLASSES, OF_LABELS)]}
+_RESULTS = ("summary.json", "curves.png", "trace", "tensorboard")
+_OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", *_RESULTS)
 
 
 class Run:
@@ -97,6 +65,7 @@ class Run:
         self.id = id
         self.writes = writes
         self.changes: dict[str, tuple[Any, Any]] = {}  # of the configuration, by the process that has entered it
+        self.board: Board | None = None  # which is told the same as metrics.jsonl
         self._lock = lock
 
     @classmethod
@@ -251,6 +220,8 @@ class Run:
             yield
         finally:
             if self.writes:
+                if self.board is not None:
+                    self.board.close()
                 if self.state == "new" and not files.others(self.folder, _BEFORE_THE_FIRST_STEP):
                     files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
                 if self._lock is not None:
@@ -318,6 +289,8 @@ class Run:
     def log(self, **values: Any) -> None:
         """Append one line to metrics.jsonl."""
         if self.writes:
+            if self.board is not None:
+                self.board.log(values)
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(values) + "\n")
 
@@ -345,24 +318,14 @@ class Run:
         """
         epochs: list[EpochLine] = []
         steps: list[StepLine] = []
+        path = self.folder / "metrics.jsonl"
         for line in self.metrics():
             if "epoch" in line:
-                epochs.append(self._checked(EpochLine, line))
+                epochs.append(checked(EpochLine, line, path))
                 steps = steps if whole else []
             elif "step" in line:
-                steps.append(self._checked(StepLine, line))
+                steps.append(checked(StepLine, line, path))
         return epochs, steps
-
-    def _checked(self, kind: type[T], line: dict[str, Any]) -> T:
-        types = next((types for types in _TYPES[kind] if line.keys() == types.keys()), None)
-        if types is None or not all(
-            type(value) in types[name] and (value is None or abs(value) <= sys.float_info.max)
-            for name, value in line.items()
-        ):
-            raise ValueError(
-                f"expected steps and epochs as we note them in {self.folder / 'metrics.jsonl'}, got {line}"
-            )
-        return cast(T, line)
 
     def begin_anew(self) -> None:
         """Forget what was trained, as no checkpoint of it can be used."""

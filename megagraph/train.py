@@ -17,6 +17,7 @@ import torch
 
 from megagraph import auto, files, plots
 from megagraph.ablation import bias_effect
+from megagraph.board import Board, check_installed
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
@@ -171,6 +172,8 @@ class Trainer:
                 config = config.with_plan(plan)
             if plan is not None:
                 plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
+            if config.tensorboard:
+                on_rank_zero(check_installed)
             device = on_every_rank(config.torch_device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -178,6 +181,8 @@ class Trainer:
             run, state = _enter(config)
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
+            if config.tensorboard:
+                run.board = Board(run.folder)
             with run.kept():
                 try:
                     return self._fit(run, state, config, plan, device, data, stop)
