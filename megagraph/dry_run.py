@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         steps = config.epochs * len(epoch)
         predicted = _predicted(config, plan, graph, builder, split, device)
         return {
-            "graph": graph_facts(config, data, graph, split),
+            "graph": asdict(graph_facts(config, data, graph, split, on_one_process_first(graph.fingerprint))),
             "model": config.model,
             "parameters": num_parameters(make_model(config, model_config_of(config, graph, builder))),
             "sequence_nodes": builder.sequence_nodes,

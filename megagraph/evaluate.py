@@ -25,6 +25,7 @@ from megagraph.data.names import Names
 from megagraph.data.prepare import prepare
 from megagraph.data.start import bias_start
 from megagraph.data.store import StoredGraph
+from megagraph.history import GraphFacts
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
@@ -136,24 +137,25 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     return split
 
 
-def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split) -> dict[str, Any]:
-    """What of a graph a run keeps; it has no path where it was made, or handed over."""
+def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split, fingerprint: str) -> GraphFacts:
+    """What of a graph a run keeps; ``data`` is what ``as_graph`` made it of."""
     path: Path | None = None
     if isinstance(graph, StoredGraph):
         path = graph.store
     elif data is None and config.dataset != "synthetic":
         path = Path(config.dataset) if config.dataset.endswith(".npz") else config.root
-    return {
-        "name": graph.name,
-        "path": None if path is None else path.absolute(),
-        "nodes": graph.num_nodes,
-        "edges": graph.num_edges // 2,
-        "features": graph.in_features,
-        "classes": graph.num_classes,
-        "several_labels": graph.multi_label,
-        "split": {part: len(getattr(split, part)) for part in PARTS},
+    return GraphFacts(
+        name=graph.name,
+        path=None if path is None else str(path.absolute()),
+        nodes=graph.num_nodes,
+        edges=graph.num_edges // 2,
+        features=graph.in_features,
+        classes=graph.num_classes,
+        several_labels=graph.multi_label,
+        **{f"{part}_nodes": len(getattr(split, part)) for part in PARTS},
+        fingerprint=fingerprint,
         **of_the_majority(graph.labels, graph.num_classes, split),
-    }
+    )
 
 
 def class_probabilities(

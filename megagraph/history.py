@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megagraph import files
 from megagraph.config import TrainConfig
 from megagraph.objective import OF_CLASSES, OF_LABELS
 from megagraph.run import Run
@@ -43,25 +44,26 @@ class History:
             FileNotFoundError, ValueError: a file of the run is missing or damaged.
         """
         config, graph = run.config, graph_of(run)
+        of = Path(config.dataset).stem if graph is None else graph.name
         epochs, steps = run.progress(whole=True)
         metric: str = config.metric
         if metric == "auto":
             metric = (OF_LABELS if any("val_micro_f1" in line for line in epochs) else OF_CLASSES)[0]
-        split = graph.get("split") or {}
         return cls(
             name=run.folder.name if name is None else name,
-            title=f"{model_of(config)} on {graph['name']}",
+            title=f"{model_of(config)} on {of}",
             steps=[dict(line) for line in steps],
             epochs=[dict(line) for line in epochs],
             metric=metric,
-            majority=graph.get(f"majority_{metric}"),
-            nodes=min(split["val"], split["test"]) if split else None,
+            majority=getattr(graph, f"majority_{metric}", None),
+            nodes=None if graph is None else min(graph.val_nodes, graph.test_nodes),
         )
 
     @property
     def best(self) -> dict[str, Any] | None:
         """The epoch whose weights are kept."""
-        return max(self.epochs, key=lambda line: line[f"val_{self.metric}"], default=None)  # the first of equals
+        measured = (line for line in self.epochs if line.get(f"val_{self.metric}") is not None)
+        return max(measured, key=lambda line: line[f"val_{self.metric}"], default=None)  # the first of equals
 
     def losses(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps that were not skipped, and the loss of each."""
@@ -70,12 +72,47 @@ class History:
         return np.array(steps, np.int64), np.array(losses, np.float64)
 
 
-def graph_of(run: Run) -> dict[str, Any]:
-    """What the last start says of the graph; of a run of an older version its name alone."""
-    graph: dict[str, Any] = {"name": Path(run.config.dataset).stem}
-    for start in run.starts:
-        graph |= start.get("data", {})
-    return graph
+@dataclass(frozen=True, kw_only=True)
+class GraphFacts:
+    """What a run keeps of its graph.
+
+    Args:
+        path: absolute; none where the graph was made, or handed over.
+        edges: undirected.
+        majority_accuracy, majority_micro_f1: of always giving the same answer, on the test nodes.
+        fingerprint: of ``Graph.fingerprint``.
+    """
+
+    name: str
+    path: str | None
+    nodes: int
+    edges: int
+    features: int
+    classes: int
+    several_labels: bool
+    train_nodes: int
+    val_nodes: int
+    test_nodes: int
+    fingerprint: str
+    majority_accuracy: float | None = None
+    majority_micro_f1: float | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.nodes:,} nodes, {self.edges:,} edges, {self.features:,} features, {self.classes:,} "
+            f"{'labels, several a node' if self.several_labels else 'classes'}; {self.train_nodes:,} nodes to train, "
+            f"{self.val_nodes:,} to validate, {self.test_nodes:,} to test"
+        )
+
+
+def graph_of(run: Run) -> GraphFacts | None:
+    """What the last start says of the graph; nothing of a run of an older version.
+
+    Raises:
+        ValueError: it is not as we write it.
+    """
+    said = [start["data"] for start in run.starts if "data" in start]
+    return files.typed(GraphFacts, said[-1], "the graph of a run") if said else None
 
 
 def model_of(config: TrainConfig) -> str:

@@ -37,7 +37,7 @@ def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) 
     majorities = {run.majority for run in runs if run.majority is not None}
     for majority in majorities:
         score.axhline(majority, color="0.4", linestyle=":", label="majority")
-    shown = [line[f"{part}_{run.metric}"] for run in runs for line in run.epochs for part in ("val", "test")]
+    shown = [line.get(f"{part}_{run.metric}") for run in runs for line in run.epochs for part in ("val", "test")]
     nodes = min((run.nodes for run in runs if run.nodes is not None), default=None)
     score.set_ylim(*score_limits([x for x in (*shown, *majorities) if x is not None], nodes))
     handles, labels = score.get_legend_handles_labels()
@@ -68,7 +68,7 @@ def _draw_run(panels: Any, run: History, number: int, *, alone: bool) -> None:
     rate.plot([line["step"] for line in run.steps], [line["learning_rate"] for line in run.steps], color=color)
     epochs = [line["epoch"] for line in run.epochs]
     for part, name, style, tint in (("val", "validation", ".-", color), ("test", "test", ".--", other)):
-        values = [np.nan if (x := line[f"{part}_{run.metric}"]) is None else x for line in run.epochs]
+        values = [np.nan if (x := line.get(f"{part}_{run.metric}")) is None else x for line in run.epochs]
         label = name if alone else f"{_text(run.name)}, {name}"
         score.plot(epochs, values, style, color=tint, linewidth=1.2, markersize=4, label=label)
     if (best := run.best) is not None:
@@ -86,7 +86,10 @@ def _text(given: str) -> str:
 def bias_of(run: Run, path: Path | BinaryIO) -> None:
     """The learned part of the bias of a run's weights, of its best epoch so far."""
     model, weights = run.model_config, run.weights()
-    learned = np.stack([weights[f"layers.{layer}.bias_weight"].double() for layer in range(model.layers)])
+    found = [weights.get(f"layers.{layer}.bias_weight") for layer in range(model.layers)]
+    if any(x is None for x in found):
+        raise ValueError(f"expected the biases of {model.layers} layers in {run.folder}, got those of fewer")
+    learned = np.stack([x.double() for x in found if x is not None])
     start = np.array(model.bias_start) if model.bias_start else None
     bias(learned, start, bias_labels(run.config.batch_options), path)
 

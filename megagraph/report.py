@@ -15,10 +15,11 @@ from jinja2 import Environment
 import megagraph
 from megagraph import files, plots, timeline
 from megagraph.config import TrainConfig
-from megagraph.history import History, graph_of, model_of, names_of
+from megagraph.history import GraphFacts, History, graph_of, model_of, names_of
 from megagraph.objective import METRICS
 from megagraph.planner.plan import Plan
 from megagraph.run import Run
+from megagraph.train import Summary
 
 _OF_THIS_RUN = ("out", "resume", "resume_step")
 _NONE = "-"
@@ -88,15 +89,15 @@ class _Section:
 def _section(run: Run, history: History) -> _Section:
     config, graph, best = run.config, graph_of(run), history.best
     measured = [] if best is None else [name for name in METRICS if best.get(f"test_{name}") is not None]
-    summary = run.summary if run.state == "finished" else {}
+    summary = files.typed(Summary, run.summary, "the result of a run") if run.state == "finished" else None
     sizes = ""
     if summary:
-        sizes = f", {summary['parameters']:,} parameters, sequences of N = {summary['sequence_nodes']:,} nodes"
+        sizes = f", {summary.parameters:,} parameters, sequences of N = {summary.sequence_nodes:,} nodes"
     state = "Finished" if summary else "Not finished; so far"
     return _Section(
         name=history.name,
         model=f"{model_of(config)}, {config.heads} heads, {config.bias_form} bias{sizes}.",
-        graph=_graph(graph),
+        graph="The run folder says nothing of the graph." if graph is None else f"{graph}.",
         progress=f"{state}: {len(history.epochs):,} epochs, {len(history.steps):,} steps. {run.folder.absolute()}",
         results=[_result(name, best, graph) for name in measured if best is not None],
         best_epoch=None if best is None else best["epoch"],
@@ -108,20 +109,8 @@ def _section(run: Run, history: History) -> _Section:
     )
 
 
-def _graph(graph: dict[str, Any]) -> str:
-    if "nodes" not in graph:
-        return f"{graph['name']}, of which the run folder says no more."
-    classes = "labels, several a node" if graph["several_labels"] else "classes"
-    split = graph["split"]
-    return (
-        f"{graph['name']}: {graph['nodes']:,} nodes, {graph['edges']:,} edges, {graph['features']:,} features, "
-        f"{graph['classes']:,} {classes}; {split['train']:,} nodes to train, {split['val']:,} to validate, "
-        f"{split['test']:,} to test."
-    )
-
-
-def _result(measure: str, best: dict[str, Any], graph: dict[str, Any]) -> dict[str, Any]:
-    test, majority = best[f"test_{measure}"], graph.get(f"majority_{measure}")  # of some measures there is none
+def _result(measure: str, best: dict[str, Any], graph: GraphFacts | None) -> dict[str, Any]:
+    test, majority = best[f"test_{measure}"], getattr(graph, f"majority_{measure}", None)  # some measures have none
     return {
         "measure": _MEASURES[measure],
         "test": _share(test),
@@ -140,12 +129,14 @@ _MEASURES = {
 }
 
 
-def _costs(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _costs(summary: Summary | None) -> list[tuple[str, str, str]]:
     def seconds(name: str) -> str:
-        return _NONE if summary.get(name) is None else f"{summary[name]:.3g} s"
+        value = getattr(summary, name, None)
+        return _NONE if value is None else f"{value:.3g} s"
 
     def gib(name: str) -> str:
-        return _NONE if summary.get(name) is None else f"{summary[name] / 2**30:.2f} GiB"
+        value = getattr(summary, name, None)
+        return _NONE if value is None else f"{value / 2**30:.2f} GiB"
 
     return [
         ("a step", seconds("predicted_step_seconds"), seconds("measured_step_seconds")),
@@ -194,8 +185,10 @@ def _latest(run: Run) -> dict[str, Any]:
     known: dict[str, Any] = {}
     for start in run.starts:
         known |= start
-    data = known.pop("data", {})
-    return known | {"graph read from": data.get("path"), "fingerprint of the graph": data.get("fingerprint")}
+    known.pop("data", None)
+    graph = graph_of(run)
+    facts = {} if graph is None else {"graph read from": graph.path, "fingerprint of the graph": graph.fingerprint}
+    return known | facts
 
 
 def _environment(starts: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:

@@ -224,17 +224,15 @@ class Trainer:
         contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
         fingerprint = on_one_process_first(graph.fingerprint)
-        of_data = graph_facts(config, data, graph, split) | {"fingerprint": fingerprint}
+        facts = graph_facts(config, data, graph, split, fingerprint)
         hosts = sorted(set(all_gather(socket.gethostname())))
-        origin = {"hosts": hosts, "processes": world_size(), "data": of_data}
+        origin = {"hosts": hosts, "processes": world_size(), "data": asdict(facts)}
         on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config, start_of_run(device) | origin))
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
         sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
             log.info(
-                f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} "
-                f"features, {graph.num_classes} {'labels, several a node' if graph.multi_label else 'classes'}; "
-                f"{len(split.train):,} nodes to train, {len(split.val):,} to validate, {len(split.test):,} to test\n"
+                f"{facts}\n"
                 f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
                 f"{device}, plan {plan}; prepared in {preprocess_seconds:.1f} s; run folder {run.folder}"
             )

@@ -52,7 +52,10 @@ def test_a_run_keeps_where_it_comes_from(tmp_path, monkeypatch):
         "features": 8,
         "classes": 3,
         "several_labels": False,
-        "split": {"train": 60, "val": 20, "test": 20},
+        "train_nodes": 60,
+        "val_nodes": 20,
+        "test_nodes": 20,
+        "majority_micro_f1": None,
         "majority_accuracy": float(
             (graph().labels[split.test] == np.bincount(graph().labels[split.train]).argmax()).mean()
         ),

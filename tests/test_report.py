@@ -90,6 +90,16 @@ def test_a_page_about_a_run(runs, tmp_path):
     assert page.tags.count("table") == page.tags.count("/table")
 
 
+def _put(path, part, value):
+    """Change a value in a file of ours."""
+    values = files.read_json(path, "a file", by_hand=True)
+    place = values
+    for key in part[:-1]:
+        place = place[key]
+    place[part[-1]] = value
+    files.write_json(path, values)
+
+
 def _at(page, word):
     return next(i for i, row in enumerate(page.rows) if word in row)
 
@@ -108,15 +118,30 @@ def test_what_comes_from_files_is_text(runs, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs[0], run)
     for name, part in (("config.json", ("dataset",)), ("provenance.json", ("starts", 0, "command"))):
-        values = files.read_json(run / name, "a file")
-        place = values
-        for key in part[:-1]:
-            place = place[key]
-        place[part[-1]] = EVIL
-        files.write_json(run / name, values)
+        _put(run / name, part, EVIL)
     report([run], tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert "<script" not in text and ["command", EVIL] in Page(text).rows
+
+
+ODD = {
+    "no sizes": ("provenance.json", ("starts", 0, "data"), {}),
+    "sizes that are words": ("provenance.json", ("starts", 0, "data", "val_nodes"), "x"),
+    "a list for a graph": ("provenance.json", ("starts", 0, "data"), [1]),
+    "a summary of nothing": ("summary.json", ("parameters",), None),
+    "other layers": ("model.json", ("layers",), 9),
+    "no plan": ("plan.json", ("pp",), "many"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_not_as_we_write_it_is_one_error(runs, tmp_path, case):
+    name, part, value = ODD[case]
+    shutil.copytree(runs[0], tmp_path / "run")
+    _put(tmp_path / "run" / name, part, value)
+    with pytest.raises(ValueError, match=r"(expected|must) .*got"):
+        report([tmp_path / "run"], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_resumed_runs_and_those_of_before(runs, tmp_path):
@@ -130,7 +155,7 @@ def test_resumed_runs_and_those_of_before(runs, tmp_path):
     assert "run was resumed:" in Page((tmp_path / "report.html").read_text()).text
     (run / "provenance.json").unlink()
     report([run], tmp_path / "report.html")
-    assert "synthetic, of which the run folder says no more." in Page((tmp_path / "report.html").read_text()).text
+    assert "The run folder says nothing of the graph." in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_the_command(runs, tmp_path):
