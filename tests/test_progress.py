@@ -25,6 +25,7 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def _own_logger():
     kept = log.level, log.handlers
+    log.handlers = []  # of a command that another test has run in this process
     yield
     log.setLevel(kept[0])
     log.handlers = kept[1]
@@ -58,7 +59,6 @@ def test_a_bar_at_a_terminal_with_lines_above_it(monkeypatch, capsys):
 def test_nothing_is_said_where_nobody_asked(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     log.setLevel(logging.NOTSET)
-    log.handlers = []
     assert len([*Progress(range(3), "evaluation", 3)]) == 3
     assert capsys.readouterr() == ("", "")
 
