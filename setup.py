@@ -15,6 +15,7 @@ TRAIN = [
     "polars>=1.20",
     "tqdm>=4.66",
     "tyro>=0.9",
+    "jinja2>=3.1",
 ]
 
 setup(
@@ -28,7 +29,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["megagraph*"]),  # megagraph/kernels is a link to kernels/
     package_data={
-        "megagraph": ["py.typed", "*.pyi"],
+        "megagraph": ["py.typed", "*.pyi", "report.html"],
         "megagraph.planner": ["*.pyi"],
         "megagraph.kernels": ["tiles.json"],
     },
@@ -49,6 +50,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "pytest-benchmark>=5",
+            "tensorboard>=2.16",
             "hypothesis>=6.100",
             "ruff>=0.12",
             "mypy>=1.11",

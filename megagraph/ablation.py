@@ -18,11 +18,12 @@ from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
 from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
 from megagraph.models.transformer import is_bias
-from megagraph.objective import measures, predicted
+from megagraph.objective import measures, predicted, same_answer
 from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.mesh import on_rank_zero
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.replicate import gather_tensors
+from megagraph.progress import log
 
 
 def evaluate(
@@ -67,6 +68,8 @@ def evaluate(
     builder = batches(config, graph)
     loader = make_loader(config, builder, nodes)
     whole = class_probabilities(opened.pipeline, loader)
+    if (same := same_answer(predicted(whole, multi_label=model.multi_label), graph, nodes)) is not None:
+        log.warning(same)
 
     def measured(probabilities: np.ndarray) -> dict[str, float]:
         values = measures(probabilities, graph.labels, split)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from megagraph.planner.profile import FIT_ERROR, predicts, profile
 from megagraph.planner.rows import Row
 from megagraph.planner.searching import Candidate, search
 from megagraph.planner.workload import Workload
+from megagraph.progress import log
 
 CACHE = Path.home() / ".cache" / "megagraph"
 _FIXED = {name: name for name in ("schedule", "across", "checkpoint", "comm")} | {"num_microbatches": "microbatches"}
@@ -39,8 +39,12 @@ def measure(
     *,
     seconds: float = 60.0,
     cache: Path | None = CACHE,
+    kept_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows of this machine for what a configuration trains, the same on every rank. Collective.
+
+    Args:
+        kept_only: measure nothing; no rows where no profile is kept.
 
     Raises:
         ValueError: the configuration has a learned embedding, which the cost model does not know.
@@ -76,6 +80,7 @@ def measure(
             workers=config.workers,
             budget_seconds=seconds,
             cache=cache,
+            kept_only=kept_only,
         )
     )
 
@@ -129,12 +134,11 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
     best = on_rank_zero(find)
     plan = best.plan
     if rank() == 0:
-        print(
-            f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {best.peak_bytes / 2**30:.2f} GiB a process",
-            file=sys.stderr,
+        log.info(
+            f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {best.peak_bytes / 2**30:.2f} GiB a process"
         )
         for what in best.extrapolated:
-            print(f"  extrapolated: {what}", file=sys.stderr)
+            log.info(f"  extrapolated: {what}")
     return best
 
 

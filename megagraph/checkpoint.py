@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megagraph import files
 from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, rank, world_size
+from megagraph.progress import log
 from megagraph.state import check_finite
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
@@ -156,7 +156,7 @@ class Checkpoints:
             raise FileNotFoundError("\n  ".join([f"{self.folder} holds no checkpoint to go on from", *refused]))
         if rank() == 0:
             for reason in refused:
-                print(f"megagraph: warning: {reason}; going on from {name}", file=sys.stderr)
+                log.warning(f"{reason}; going on from {name}")
         folder = self.folder / name
         if manifest["data"] != self._data:
             raise ValueError(
@@ -200,7 +200,7 @@ class Checkpoints:
             if folder.exists() and any(_is_ours(path.name) or path.name == ".metadata" for path in folder.iterdir()):
                 aside = next(path for i in count(1) if not (path := folder.with_name(f"{name}-aside-{i}")).exists())
                 folder.rename(aside)
-                print(f"megagraph: warning: {folder} was not written by this run, it is now {aside}", file=sys.stderr)
+                log.warning(f"{folder} was not written by this run, it is now {aside}")
             folder.mkdir(parents=True, exist_ok=True)
             files.write_json(folder / "begun.json", {"run": self._run})
             for file_name, (file, size) in opened.items():

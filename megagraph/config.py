@@ -6,7 +6,6 @@ A default that belongs to a model or to batches is written there.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +28,7 @@ LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not 
 _SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")  # what guides a search of them
 FREE_FIELDS = (  # what the numbers of a run do not depend on
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
-    "bad_steps", "timeout", "trace", *_SEARCH_FIELDS, *LAYOUT_FIELDS,
+    "bad_steps", "timeout", "trace", "tensorboard", *_SEARCH_FIELDS, *LAYOUT_FIELDS,
 )  # fmt: skip
 
 _AT_MOST = {"seed": (1 << 63) - 1, "workers": 1024, "channels": 1024}  # others fit into 32 bits
@@ -194,6 +193,8 @@ class TrainConfig:
     """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
     trace: bool = False
     """Trace the third to fifth step into RUN/trace/rank-0.json.gz, ... (for Perfetto and megagraph plot timeline)."""
+    tensorboard: bool = False
+    """Write the numbers of metrics.jsonl to RUN/tensorboard, too; needs the package tensorboard."""
     timeout: float = 1800.0
     """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 
@@ -383,34 +384,7 @@ class TrainConfig:
         Raises:
             ValueError: there is no such device.
         """
-        import torch
-
-        if self.device == "auto" and not torch.cuda.is_available():
-            return torch.device("cpu")
-        if self.device == "auto" or (self.device == "cuda" and torch.cuda.is_available()):
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            if local_rank >= torch.cuda.device_count():
-                raise ValueError(
-                    f"process {local_rank} of this machine needs a GPU of its own, but there are "
-                    f"{torch.cuda.device_count()}; start fewer, or pass --device cuda:0 to share one, or --device cpu"
-                )
-            return torch.device("cuda", local_rank)
-        try:
-            device = torch.device(self.device)
-            if device.type not in ("cpu", "cuda"):
-                raise ValueError(f"nothing is computed on {device.type}")
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, ValueError) as error:
-            raise ValueError(
-                f"device must be auto, cpu or a CUDA device that is here, got {self.device!r}: {error}"
-            ) from error
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if device.type == "cuda" and 1 < processes <= torch.cuda.device_count():
-            raise ValueError(
-                f"{processes} processes cannot share {device} where each can have its own; pass --device cuda, "
-                f"or hide the other GPUs with CUDA_VISIBLE_DEVICES={device.index}"
-            )
-        return device
+        return flags.device(self.device)
 
     def shared_fields(self) -> dict[str, Any]:
         """What all processes of a run must agree on; folders and devices may differ from machine to machine."""

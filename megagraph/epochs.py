@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
-from tqdm import tqdm
 
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.module import BiasedRingAttention
@@ -27,14 +25,14 @@ from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.data.loader import Loader
 from megagraph.evaluate import class_probabilities, make_loader
+from megagraph.metrics import EpochLine
 from megagraph.models.transformer import GraphTransformer, is_bias
-from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted
+from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted, same_answer
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
     all_gather,
-    on_one_process_first,
     on_rank_zero,
     rank,
     replicas_of,
@@ -44,7 +42,8 @@ from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
 from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
-from megagraph.run import EpochLine, Run, State
+from megagraph.progress import Progress, log
+from megagraph.run import Run, State
 from megagraph.state import TrainingState
 from megagraph.timeline import STEP, recorder
 
@@ -148,13 +147,13 @@ class Epochs:
         pipeline: Pipeline,
         run: Run,
         stop: Stop,
+        fingerprint: str,
     ) -> None:
         self.config, self.graph, self.split, self.pipeline, self.run_folder = config, graph, split, pipeline, run
         self.metric = choose_metric(config.metric, graph.labels)
         self.stop = stop
-        data = on_one_process_first(graph.fingerprint)
         self.checkpoints = Checkpoints(
-            run.folder / "checkpoints", run=run.id, data=data, config=config.numbers(), keep=config.keep
+            run.folder / "checkpoints", run=run.id, data=fingerprint, config=config.numbers(), keep=config.keep
         )
         share = own_share(pipeline.plan, pipeline.mesh)
         # a full batch is built once, by everyone
@@ -183,6 +182,7 @@ class Epochs:
         self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
         self.history: list[EpochLine] = []  # of the epochs before
         self.classes: np.ndarray | None = None  # of the last evaluation, as ``predicted`` has them
+        self.same_answer: str | None = None  # that the model of the best epoch, of this start, gives to all
         self.step_seconds = array("d")  # of this process, with the wait for the batch
         self.total_steps = config.epochs * len(self.train_loader.epoch(0))
         if config.max_steps is not None:
@@ -243,7 +243,7 @@ class Epochs:
                 raise
             on_rank_zero(self.run_folder.begin_anew)
             if self.run_folder.writes:
-                print(f"megagraph: beginning anew: {error}", file=sys.stderr)
+                log.info(f"megagraph: beginning anew: {error}")
         self.stop.defer()
         self.save()
 
@@ -264,7 +264,7 @@ class Epochs:
         if self.run_folder.changes:
             self.run_folder.log(changes=self.run_folder.changes, from_step=self.step)
         if self.run_folder.writes:
-            print(f"resumed from {folder}: epoch {self.epoch}, batch {self.batch}", file=sys.stderr)
+            log.info(f"resumed from {folder}: epoch {self.epoch}, batch {self.batch}")
 
     def save(self) -> None:
         """Begin to write a checkpoint."""
@@ -282,12 +282,10 @@ class Epochs:
         self.save()
         self.checkpoints.wait()
         if self.run_folder.writes:
-            print(
+            log.info(
                 f"megagraph: stopped by {self.stop.reason} after {self.step} steps; go on with the same command and "
                 f"--resume auto --out {self.run_folder.folder}, or with megagraph train --resume "
-                f"{self.run_folder.folder}",
-                file=sys.stderr,
-                flush=True,
+                f"{self.run_folder.folder}"
             )
         raise Stopped(self.stop.reason)
 
@@ -301,10 +299,9 @@ class Epochs:
         """Train what is left of an epoch and evaluate."""
         started = time.perf_counter() - self.seconds_before
         self.pipeline.train()
-        silent = None if self.run_folder.writes else True  # None: silent where there is no terminal
         batches = self.train_loader.epoch(self.epoch, self.batch)
         received = self.pipeline.receive(batches)
-        progress = tqdm(received, desc=f"epoch {self.epoch}", total=len(batches), leave=False, disable=silent)
+        progress = Progress(received, f"epoch {self.epoch}", len(batches))
         waiting = time.perf_counter()
         for batch in _waiting_for(progress):
             stall_seconds = time.perf_counter() - waiting
@@ -313,7 +310,7 @@ class Epochs:
             self.batch += 1
             if batch.num_targets:  # a cluster batch may have no training nodes
                 self._train_step(batch, stall_seconds)
-                progress.set_postfix(loss=f"{self.losses[-1]:.3f}")
+                progress.set_postfix(loss=f"{self.losses[-1]:.3f}", refresh=False)
                 saving = time.perf_counter()
                 self.checkpoints.check()
                 if self.stop.leave:
@@ -345,13 +342,13 @@ class Epochs:
         }
         line = cast(EpochLine, values)
         if self.run_folder.writes:
-            print(
+            log.info(
                 f"epoch {self.epoch:3d}  loss {np.mean(losses) if losses else np.nan:.4f}  "
-                f"validation {self._score(line):.4f}  test {self._score(line, 'test'):.4f}",
-                file=sys.stderr,
+                f"validation {self._score(line):.4f}  test {self._score(line, 'test'):.4f}"
             )
         if all(self._score(line) > self._score(before) for before in self.history):
             phase("save")
+            self.same_answer = same_answer(self.classes, self.graph, self.eval_nodes)
             self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
         self.run_folder.log(**line)
         self.history.append(line)
@@ -395,10 +392,8 @@ class Epochs:
         first, last = self.bad_steps[0], self.bad_steps[-1]
         if len(self.bad_steps) < self.config.bad_steps:
             if self.run_folder.writes:
-                print(
-                    f"megagraph: warning: step {self.step} was skipped, its loss is {last[0]} and the norm of its "
-                    f"gradient {last[1]}",
-                    file=sys.stderr,
+                log.warning(
+                    f"step {self.step} was skipped, its loss is {last[0]} and the norm of its gradient {last[1]}"
                 )
             return
         own = [

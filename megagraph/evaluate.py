@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -20,19 +19,23 @@ from megagraph.config import TrainConfig
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
 from megagraph.data.datasets import load_graph
-from megagraph.data.graph import Graph, Split, labelled, random_split
+from megagraph.data.graph import PARTS, Graph, Split, labelled, random_split
 from megagraph.data.loader import Loader
 from megagraph.data.names import Names
 from megagraph.data.prepare import prepare
+from megagraph.data.start import bias_start
+from megagraph.data.store import StoredGraph
+from megagraph.history import GraphFacts
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
-from megagraph.objective import SOMETIMES, choose_metric, measures, predicted, probabilities_of
+from megagraph.objective import SOMETIMES, choose_metric, measures, of_the_majority, predicted, probabilities_of
 from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.mesh import sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
+from megagraph.progress import Progress, log
 from megagraph.run import Run
 from megagraph.weights import fill
 
@@ -47,6 +50,27 @@ def batches(config: TrainConfig, graph: Graph) -> Builder:
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
     """The model that the configuration names; ``mesh`` is its CP group."""
     return MODELS[config.model](model_config, mesh=mesh)
+
+
+def num_parameters(model: GraphTransformer) -> int:
+    """Of the whole model; the table of a learned embedding is none of its modules."""
+    learned = model.config.in_features * model.config.dim if model.config.embedding == "learned" else 0
+    return sum(parameter.numel() for parameter in model.parameters()) + learned
+
+
+def model_config_of(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:
+    """The sizes of the model, of the graph and of the bias."""
+    learned = config.embedding == "learned"
+    unit, start = bias_start(builder)
+    return config.model_config(
+        in_features=builder.num_rows if learned else builder.graph.in_features,
+        num_classes=graph.num_classes,
+        multi_label=graph.multi_label,
+        bias_size=builder.structure.size,
+        bias_unit=unit,
+        bias_start=start,
+        graph_checksum=graph.checksum() if learned else 0,
+    )
 
 
 def make_loader(
@@ -113,11 +137,33 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     return split
 
 
+def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split, fingerprint: str) -> GraphFacts:
+    """What of a graph a run keeps; ``data`` is what ``as_graph`` made it of."""
+    path: Path | None = None
+    if isinstance(graph, StoredGraph):
+        path = graph.store
+    elif data is None and config.dataset != "synthetic":
+        path = Path(config.dataset) if config.dataset.endswith(".npz") else config.root
+    return GraphFacts(
+        name=graph.name,
+        path=None if path is None else str(path.absolute()),
+        nodes=graph.num_nodes,
+        edges=graph.num_edges // 2,
+        features=graph.in_features,
+        classes=graph.num_classes,
+        several_labels=graph.multi_label,
+        **{f"{part}_nodes": len(getattr(split, part)) for part in PARTS},
+        fingerprint=fingerprint,
+        **of_the_majority(graph.labels, graph.num_classes, split),
+    )
+
+
 def class_probabilities(
     pipeline: Pipeline,
     loader: Loader | NodeLoader,
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
+    what: str = "evaluation",
 ) -> np.ndarray:
     """Mean of softmax over all sequences of a node, of several labels of the sigmoid, fp32 [V, classes]; rows of nodes
     that were not read out are 0.
@@ -128,9 +174,10 @@ def class_probabilities(
     Args:
         between: called before every batch, on every rank.
         change: what the model is given in place of a batch.
+        what: is going on, for those who wait.
     """
     total = torch.zeros(loader.num_nodes, pipeline.config.num_classes + 1, device=pipeline.device)
-    for nodes, votes in _votes(pipeline, loader, between, change):
+    for nodes, votes in _votes(pipeline, loader, between, change, what):
         total.index_add_(0, nodes, votes)
     if pipeline.mesh is not None:
         sum_over_ranks(total)
@@ -142,11 +189,13 @@ def _votes(
     loader: Loader | NodeLoader,
     between: Callable[[], None] = lambda: None,
     change: Callable[[Batch], Batch] = lambda batch: batch,
+    what: str = "evaluation",
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Nodes [n] and votes [n, classes + 1] of every batch, from the ranks that have the last stage: probabilities, and
     a one to count them."""
     pipeline.train(False)
-    for batch in pipeline.receive(loader.epoch(0)):
+    batches = loader.epoch(0)
+    for batch in pipeline.receive(Progress(batches, what, len(batches))):
         between()
         batch = change(batch)
         scores = pipeline.logits(batch)
@@ -175,7 +224,7 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
     config, model_config = replace(opened.config, **changes), opened.model_config
     if data is None and "dataset" not in changes:
         place = "" if config.root is None or "root" in changes else f" in {config.root}"
-        print(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says", file=sys.stderr)
+        log.info(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says")
     graph = as_graph(data, config)
     learned = model_config.embedding == "learned"
     if learned and graph.checksum() != model_config.graph_checksum:
@@ -204,17 +253,18 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     Args:
         run: run folder of ``Trainer.fit``.
         data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
-        out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv, a line a
-            node with its number or id, its likeliest class, or all its labels of a probability of at least 1/2 with
-            ";" between them, and the probability of each. One in the run folder must not be a file of the run.
+        out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv or
+            .parquet, a line a node with its number or id, its likeliest class, or all its labels of a probability of at
+            least 1/2 (with ";" between them, in Parquet a list), and the probability of each. One in the run folder
+            must not be a file of the run.
         changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
             because the run says so is printed.
 
     Raises:
-        FileNotFoundError: ``run`` is not the folder of a finished run.
+        FileNotFoundError: ``run`` is not the folder of a finished run, or there is no folder for ``out``.
         FileExistsError: ``out`` is a file of the run, or a link.
-        ValueError: ``out`` is no .npy or .csv; a file of the run is damaged; the graph does not have the features that
-            the model was trained on, or, for a learned embedding, is another graph.
+        ValueError: ``out`` is no .npy, .csv or .parquet; a file of the run is damaged; the graph does not have the
+            features that the model was trained on, or, for a learned embedding, is another graph.
 
     Examples:
         >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
@@ -224,21 +274,22 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
     """
     if out is not None:
         Run.open(run).check_output(Path(out))
-        if Path(out).suffix not in (".npy", ".csv"):
-            raise ValueError(f"out must end in .npy or .csv, got {out}")
+        if Path(out).suffix not in (".npy", *_TABLES):
+            raise ValueError(f"out must end in .npy, .csv or .parquet, got {out}")
+        files.check_place(Path(out))
     opened = open_run(run, data, changes)
     config, graph, pipeline = opened.config, opened.graph, opened.pipeline
     nodes = np.arange(graph.num_nodes)
     loader = make_loader(config, batches(config, graph), nodes)
-    if out is None or Path(out).suffix == ".csv":
-        probabilities = class_probabilities(pipeline, loader)
+    if out is None or Path(out).suffix in _TABLES:
+        probabilities = class_probabilities(pipeline, loader, what="prediction")
         if out is not None:
-            _write_csv(Path(out), probabilities, graph.names, multi_label=pipeline.config.multi_label)
+            _TABLES[Path(out).suffix](Path(out), probabilities, graph.names, multi_label=pipeline.config.multi_label)
         return probabilities
     shape = (graph.num_nodes, pipeline.config.num_classes)
     with files.replacing(Path(out)) as file:
         probabilities = np.lib.format.open_memmap(file.name, mode="w+", dtype=np.float32, shape=shape)
-        for targets, votes in _votes(pipeline, loader):
+        for targets, votes in _votes(pipeline, loader, what="prediction"):
             # all sequences of a node are in one batch
             found, index = targets.unique(return_inverse=True)
             total = votes.new_zeros(len(found), votes.shape[1]).index_add_(0, index, votes)
@@ -249,18 +300,41 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
 
 def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
     """With ids and classes as they are called, where the graph says so and has as many classes."""
-    classes = [str(i) for i in range(probabilities.shape[1])]
-    if names is not None and len(names.classes) == len(classes):
-        classes = list(names.classes)
+    classes, what = _called(names, probabilities.shape[1]), "labels" if multi_label else "class"
     with files.replacing(path) as file:
         text = TextIOWrapper(file, "utf-8", newline="")
         lines = csv.writer(text, lineterminator="\n")
-        named, what = np.array(classes, object), "labels" if multi_label else "class"
         lines.writerow(["node", what, *(f"probability_{name}" for name in classes)])
         for node, (best, row) in enumerate(
             zip(predicted(probabilities, multi_label=multi_label), probabilities, strict=True)
         ):
             who = node if names is None else names.ids[node]
-            given = ";".join(named[best]) if multi_label else named[best]
+            given = ";".join(classes[best]) if multi_label else classes[best]
             lines.writerow([who, given, *(f"{p:.6g}" for p in row)])
         text.detach()  # or it would close the file
+
+
+def _write_parquet(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
+    """The same, probabilities as fp32, several labels as a list."""
+    import polars
+
+    classes, best = _called(names, probabilities.shape[1]), predicted(probabilities, multi_label=multi_label)
+    nodes = range(len(best)) if names is None else [names.ids[node] for node in range(len(best))]
+    if multi_label:
+        given = {"labels": polars.Series([list(classes[row]) for row in best], dtype=polars.List(polars.String))}
+    else:
+        given = {"class": polars.Series(classes[best].tolist(), dtype=polars.String)}
+    columns = {"node": polars.Series(nodes)} | given
+    columns |= {f"probability_{name}": polars.Series(p) for name, p in zip(classes, probabilities.T, strict=True)}
+    with files.replacing(path) as file:
+        polars.DataFrame(columns).write_parquet(file)
+
+
+_TABLES = {".csv": _write_csv, ".parquet": _write_parquet}
+
+
+def _called(names: Names | None, num_classes: int) -> np.ndarray:
+    """Names of the classes, or their numbers where the graph has no such, or not so many."""
+    if names is not None and len(names.classes) == num_classes:
+        return np.array(names.classes, object)
+    return np.array([str(i) for i in range(num_classes)], object)

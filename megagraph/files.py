@@ -48,6 +48,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
+def check_place(path: Path) -> None:
+    """Raise FileNotFoundError, before any work, if there is no folder to write a file into."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"expected a folder for {path}, but there is no folder {path.parent}; make it first")
+
+
 def write(path: Path, content: bytes | str) -> None:
     """Replace a file in one move."""
     with replacing(path) as file:

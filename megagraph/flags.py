@@ -1,9 +1,13 @@
-"""Values of flags: times, lists of numbers, and how much of them an error shows."""
+"""Values of flags: times, lists of numbers, devices, and how much of them an error shows."""
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch  # takes longer to import than to say what a flag means
 
 
 def seconds(text: str) -> float:
@@ -34,3 +38,37 @@ def integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...]
 def short(value: Any) -> str:
     shown = hex(value) if isinstance(value, int) and value.bit_length() > 100 else repr(value)
     return shown if len(shown) <= 100 else f"{shown[:100]}..."
+
+
+def device(name: str) -> torch.device:
+    """What --device means for this process: "auto" and "cuda" are a GPU of its own.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    import torch
+
+    if name == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if name == "auto" or (name == "cuda" and torch.cuda.is_available()):
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"process {local_rank} of this machine needs a GPU of its own, but there are "
+                f"{torch.cuda.device_count()}; start fewer, or pass --device cuda:0 to share one, or --device cpu"
+            )
+        return torch.device("cuda", local_rank)
+    try:
+        found = torch.device(name)
+        if found.type not in ("cpu", "cuda"):
+            raise ValueError(f"nothing is computed on {found.type}")
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ValueError(f"device must be auto, cpu or a CUDA device that is here, got {name!r}: {error}") from error
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if found.type == "cuda" and 1 < processes <= torch.cuda.device_count():
+        raise ValueError(
+            f"{processes} processes cannot share {found} where each can have its own; pass --device cuda, "
+            f"or hide the other GPUs with CUDA_VISIBLE_DEVICES={found.index}"
+        )
+    return found

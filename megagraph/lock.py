@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megagraph import files
+from megagraph.progress import log
 
 try:
     import fcntl
@@ -55,7 +55,7 @@ class Lock:
                 )
             if told is None:
                 told = f"{folder} is in use by {_holder(self.path)}; waiting up to {wait_seconds:g} s for its end"
-                print(f"megagraph: {told}", file=sys.stderr, flush=True)
+                log.warning(told)
             seen = self._look(seen)
             time.sleep(_POLL_SECONDS)
 
@@ -105,10 +105,9 @@ class Lock:
         time.sleep(2 * _POLL_SECONDS)  # two may have found it free: the last one has it
         if json.loads(_read(self.path) or b"{}").get("pid") != self._holder["pid"]:
             return False
-        print(
-            f"megagraph: warning: the file system of {self.path.parent} has no locks; two runs in it may be noticed "
-            f"only after {BEAT_SECONDS:g} s",
-            file=sys.stderr,
+        log.warning(
+            f"the file system of {self.path.parent} has no locks; two runs in it may be noticed only after "
+            f"{BEAT_SECONDS:g} s"
         )
         threading.Thread(target=self._go_on, name="megagraph-lock", daemon=True).start()
         return True

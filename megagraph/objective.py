@@ -15,7 +15,7 @@ import torch
 from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
-from megagraph.data.graph import Split
+from megagraph.data.graph import Graph, Split
 
 OF_CLASSES = ("accuracy", "roc_auc")
 OF_LABELS = ("micro_f1", "macro_f1", "average_precision", "roc_auc")
@@ -126,6 +126,25 @@ def measures(probabilities: np.ndarray, labels: np.ndarray, split: Split) -> Mea
             found[f"{part}_average_precision"] = average_precision(*of)
         found[f"{part}_roc_auc"] = roc_auc(*of)
     return found
+
+
+def same_answer(answers: np.ndarray, graph: Graph, nodes: np.ndarray) -> str | None:
+    """Says so where a model answers the same for all ``nodes``, as ``predicted`` has it, and they are not the same."""
+    given, known = answers[nodes], graph.labels[nodes]
+    if (given != given[0]).any() or (known == known[0]).all():
+        return None
+    named = None if graph.names is None else graph.names.classes
+
+    def name(number: int) -> str:
+        kind = "label" if graph.multi_label else "class"
+        return f"{kind} {number if named is None or number >= len(named) else named[number]}"
+
+    chosen = np.flatnonzero(given[0]) if graph.multi_label else [given[0]]
+    what = ", ".join(name(int(number)) for number in chosen) or "no label"
+    return (
+        f"the model answers {what} for every validation and test node; what helps may be to train longer, another "
+        "--learning-rate, features of another scale, or more labelled nodes of the other classes"
+    )
 
 
 def of_the_majority(labels: np.ndarray, num_classes: int, split: Split) -> dict[str, Any]:

@@ -2,39 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from megagraph.data.start import bias_labels
+from megagraph.history import History, score_limits, smoothed
+from megagraph.run import Run
 from megagraph.timeline import SPANS, STAGE, STEP, Span, steps
 
 
-def curves(metrics: list[dict[str, Any]], path: Path) -> None:
-    """Training loss per step, and accuracy or micro-F1 per epoch, from the lines of metrics.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) -> None:
+    """Loss, validation and test scores, and learning rate of one run or of several.
+
+    Args:
+        path: image to write; a PNG into an open file.
+        columns: panels beside each other, 3 or 1.
+    """
+    figure, panels = _figure(columns)
+    for i, run in enumerate(runs):
+        _draw_run(panels, run, i, alone=len(runs) == 1)
+    loss, score, rate = panels
+    metrics = {run.metric for run in runs}
+    metric = metrics.pop().replace("_f1", "-F1").replace("_", " ") if len(metrics) == 1 else "score"
+    loss.set(xlabel="step", ylabel="training loss")
+    rate.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+    score.set(xlabel="epoch", ylabel=metric)
     from matplotlib.ticker import MaxNLocator
 
-    steps = [line for line in metrics if "step" in line]
-    epochs = [line for line in metrics if "epoch" in line]
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    left.plot([line["step"] for line in steps], [line["loss"] for line in steps], linewidth=0.8)
-    left.set(xlabel="step", ylabel="training loss")
-    measure = "micro_f1" if any("val_micro_f1" in line for line in epochs) else "accuracy"
-    for part, label in (("val", "validation"), ("test", "test")):
-        values = [line[f"{part}_{measure}"] for line in epochs]
-        right.plot([line["epoch"] for line in epochs], values, marker=".", label=label)
-    right.set(xlabel="epoch", ylabel=measure.replace("_f1", "-F1"))
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.legend()
+    score.xaxis.set_major_locator(MaxNLocator(integer=True))
+    majorities = {run.majority for run in runs if run.majority is not None}
+    for majority in majorities:
+        score.axhline(majority, color="0.4", linestyle=":", label="majority")
+    shown = [line.get(f"{part}_{run.metric}") for run in runs for line in run.epochs for part in ("val", "test")]
+    nodes = min((run.nodes for run in runs if run.nodes is not None), default=None)
+    score.set_ylim(*score_limits([x for x in (*shown, *majorities) if x is not None], nodes))
+    handles, labels = score.get_legend_handles_labels()
+    first = {label: handle for handle, label in zip(reversed(handles), reversed(labels), strict=True)}
+    score.legend([*reversed(first.values())], [*reversed(first)], fontsize="small")
+    figure.suptitle(_text(runs[0].title) if len(runs) == 1 else f"{len(runs)} runs", fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
-def bias(learned: np.ndarray, start: np.ndarray | None, labels: list[str], path: Path) -> None:
+def _figure(columns: int) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = 3 // columns
+    figure = Figure(figsize=(4.2 * columns + 0.4 * rows, 3.1 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns).ravel()
+
+
+def _draw_run(panels: Any, run: History, number: int, *, alone: bool) -> None:
+    """A run has a colour, and alone validation and test have one each."""
+    loss, score, rate = panels
+    color, other = f"C{number}", "C1" if alone else f"C{number}"
+    steps, losses = run.losses()
+    mean = smoothed(losses)
+    loss.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
+    loss.plot(steps, mean, ".-" if len(steps) == 1 else "-", color=color, linewidth=1.4)
+    rate.plot([line["step"] for line in run.steps], [line["learning_rate"] for line in run.steps], color=color)
+    epochs = [line["epoch"] for line in run.epochs]
+    for part, name, style, tint in (("val", "validation", ".-", color), ("test", "test", ".--", other)):
+        values = [np.nan if (x := line.get(f"{part}_{run.metric}")) is None else x for line in run.epochs]
+        label = name if alone else f"{_text(run.name)}, {name}"
+        score.plot(epochs, values, style, color=tint, linewidth=1.2, markersize=4, label=label)
+    if (best := run.best) is not None:
+        label = f"best epoch, {best['epoch']}" if alone else "best epoch"
+        at = best["epoch"], best[f"val_{run.metric}"]
+        score.plot(*at, "*", color=color, markeredgecolor="k", markersize=12, label=label, zorder=3)
+
+
+def _text(given: str) -> str:
+    """What matplotlib draws as it is: no formula, and a name that the legend does not leave out."""
+    escaped = given.replace("\\", "\N{FULLWIDTH REVERSE SOLIDUS}").replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
+
+
+def bias_of(run: Run, path: Path | BinaryIO) -> None:
+    """The learned part of the bias of a run's weights, of its best epoch so far."""
+    model, weights = run.model_config, run.weights()
+    found = [weights.get(f"layers.{layer}.bias_weight") for layer in range(model.layers)]
+    if any(x is None for x in found):
+        raise ValueError(f"expected the biases of {model.layers} layers in {run.folder}, got those of fewer")
+    learned = np.stack([x.double() for x in found if x is not None])
+    start = np.array(model.bias_start) if model.bias_start else None
+    bias(learned, start, bias_labels(run.config.batch_options), path)
+
+
+def bias(learned: np.ndarray, start: np.ndarray | None, labels: list[str], path: Path | BinaryIO) -> None:
     """The learned part of the attention bias [L, H, R] by channel or bucket: a panel per layer, a line per head.
 
     Args:
@@ -49,7 +109,9 @@ def attention(shares: np.ndarray, kinds: list[str], path: Path) -> None:
     _by_layer_and_head(shares, None, kinds, "share of attention", path)
 
 
-def _by_layer_and_head(values: np.ndarray, start: np.ndarray | None, labels: list[str], what: str, path: Path) -> None:
+def _by_layer_and_head(
+    values: np.ndarray, start: np.ndarray | None, labels: list[str], what: str, path: Path | BinaryIO
+) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -73,7 +135,7 @@ def _by_layer_and_head(values: np.ndarray, start: np.ndarray | None, labels: lis
     figure.savefig(path, dpi=120)
 
 
-def timeline(spans: list[Span], path: Path, predicted: list[Span] | None = None) -> None:
+def timeline(spans: list[Span], path: Path | BinaryIO, predicted: list[Span] | None = None) -> None:
     """A row per rank: stages as wide bars, what they do inside and what goes on beside them as narrow ones.
 
     Args:

@@ -1,11 +1,14 @@
-"""Where a figure comes from; every row carries this."""
+"""Where a figure comes from: every row carries this, and every run keeps it of each of its starts."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,19 @@ import numpy
 import torch
 import xxhash
 
+import megagraph
+
 _CODE = (":/", ":(top,exclude)bench/results")  # rows of an earlier run do not change what is measured
 
 
-def provenance() -> dict[str, Any]:
-    """Device, versions, sources and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git."""
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
+def provenance(on: torch.device | None = None) -> dict[str, Any]:
+    """Device, versions, sources and commit of this run; $MEGAGRAPH_COMMIT names the commit of a copy without git.
+
+    Args:
+        on: the device; default the GPU, or the CPU where there is none.
+    """
+    if torch.cuda.is_available() and (on is None or on.type == "cuda"):
+        device = torch.cuda.get_device_name(on)
     else:
         device = f"{_cpu_name()}, {torch.get_num_threads()} threads"
     try:
@@ -39,6 +48,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def start_of_run(on: torch.device) -> dict[str, Any]:
+    """The same and the command, for the folder of a run."""
+    command = {"command": shlex.join(sys.argv), "directory": os.getcwd()}
+    return provenance(on) | {"megagraph": megagraph.__version__, **command}
+
+
+@cache
 def _tree() -> str:
     """Of the package's own files: commits may get other names, these stay."""
     package = Path(__file__).parent
@@ -52,7 +68,10 @@ def _cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
+@cache
 def _commit() -> str:
+    if not (Path(__file__).parent.parent / ".git").exists():
+        return ""  # or it would be the commit of whatever checkout the package is installed in
     return _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", "--", *_CODE) else "")
 
 

@@ -3,6 +3,7 @@
 RUN/run.json           that this is a run of ours, and its id; every other file names it
     config.json        the TrainConfig
     plan.json          the Plan: how the processes shared the work
+    provenance.json    versions, sources, command, device and data of every start, of a later one what had changed
     model.json         the ModelConfig: its sizes and those of the data set
     metrics.jsonl      one object a step and one an epoch, written as they happen
     model.safetensors  the weights of the best validation epoch so far
@@ -10,6 +11,7 @@ RUN/run.json           that this is a run of ours, and its id; every other file 
     summary.json       the result
     curves.png         loss and accuracy
     trace/             rank-0.json.gz, ...: a few steps of every rank, with --trace
+    tensorboard/       the numbers of metrics.jsonl, with --tensorboard
     lock               while a process writes here
 """
 
@@ -19,67 +21,34 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any, Literal
 
 import psutil
 from torch import Tensor
 
 from megagraph import files
+from megagraph.board import Board
 from megagraph.config import AUTO, TrainConfig
 from megagraph.lock import Lock
+from megagraph.metrics import EpochLine, StepLine, checked
 from megagraph.models.config import ModelConfig
-from megagraph.objective import OF_CLASSES, OF_LABELS, SOMETIMES
 from megagraph.planner.plan import Plan
 from megagraph.weights import read_weights, write_weights
 
 State = Literal["new", "started", "finished"]
-T = TypeVar("T")
 
 _WEIGHTS = "model.safetensors"
 # what may lie in a run in which nothing has been trained yet
 _MARKING = "run.json.partial"  # of another start at this moment, or of one that was killed
-_BEFORE_THE_FIRST_STEP = ("run.json", "lock", "config.json", "plan.json", "model.json")
-_OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", "summary.json", "curves.png", "trace")
-
-
-class StepLine(TypedDict):
-    """What metrics.jsonl says of a step; ``None`` where it was skipped."""
-
-    step: int
-    loss: float | None
-    learning_rate: float
-    gradient_norm: float | None
-    step_seconds: float
-    stall_seconds: float
-
-
-class EpochLine(TypedDict):
-    """What metrics.jsonl says of an epoch, after its steps, beside how good it was (``megagraph.objective.measures``);
-    no loss where all of them were skipped."""
-
-    epoch: int
-    loss: float | None
-    skipped_steps: int
-    train_seconds: float
-    evaluation_seconds: float
-
-
-def _types(kind: Any, measures: Iterable[str] = ()) -> dict[str, tuple[Any, ...]]:
-    """Of the values of a line: by hand, as typeguard takes 50 us a line, and a run may have millions."""
-    hints: dict[str, Any] = get_type_hints(kind)
-    hints |= {f"{part}_{name}": None if name in SOMETIMES else float for name in measures for part in ("val", "test")}
-    return {name: {int: (int,), float: (float, int)}.get(hint, (float, int, NoneType)) for name, hint in hints.items()}
-
-
-_TYPES = {StepLine: [_types(StepLine)], EpochLine: [_types(EpochLine, names) for names in (OF_CLASSES, OF_LABELS)]}
+_BEFORE_THE_FIRST_STEP = ("run.json", "lock", "provenance.json", "config.json", "plan.json", "model.json")
+_RESULTS = ("summary.json", "curves.png", "trace", "tensorboard")
+_OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", *_RESULTS)
 
 
 class Run:
@@ -96,6 +65,7 @@ class Run:
         self.id = id
         self.writes = writes
         self.changes: dict[str, tuple[Any, Any]] = {}  # of the configuration, by the process that has entered it
+        self.board: Board | None = None  # which is told the same as metrics.jsonl
         self._lock = lock
 
     @classmethod
@@ -234,9 +204,10 @@ class Run:
                 raise FileNotFoundError(f"{folder} must be the folder of a run, but it holds no {name}")
         return cls(folder, id=_marker(folder)["id"], writes=False)
 
-    def check_output(self, path: Path) -> None:
-        """Raise FileExistsError if what is to be written at ``path`` would replace a file of the run, or a link."""
-        inside = path.parent.resolve() == self.folder.resolve() and path.name in _OURS
+    def check_output(self, path: Path, own: str | None = None) -> None:
+        """Raise FileExistsError if what is to be written at ``path`` would replace a file of the run other than
+        ``own``, or a link."""
+        inside = path.parent.resolve() == self.folder.resolve() and path.name in _OURS and path.name != own
         if inside or (self.folder / "checkpoints").resolve() in path.resolve().parents or path.is_symlink():
             raise FileExistsError(
                 f"{path} is {'a link' if path.is_symlink() else 'a file of the run'}; pass another --out"
@@ -249,6 +220,8 @@ class Run:
             yield
         finally:
             if self.writes:
+                if self.board is not None:
+                    self.board.close()
                 if self.state == "new" and not files.others(self.folder, _BEFORE_THE_FIRST_STEP):
                     files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
                 if self._lock is not None:
@@ -267,6 +240,32 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         return self._read("summary.json", "the result of a run")
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Where each start comes from: the first in full, of later ones what had changed; none of an older version.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path, what = self.folder / "provenance.json", "the origin of a run"
+        if not path.exists():
+            return []
+        starts = self._read(path.name, what).get("starts")
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            raise ValueError(f"expected {what}, a list of its starts, got {path}, which is something else")
+        return starts
+
+    def note_start(self, origin: dict[str, Any], *, first: bool) -> None:
+        """Note where this start comes from: of a later one its date, its command and what else is new."""
+        if not self.writes:
+            return
+        origin = json.loads(json.dumps(origin, default=str))
+        starts = [] if first else self.starts
+        known = {name: value for start in starts for name, value in start.items()}
+        always = ("date", "command")
+        changed = {n: x for n, x in origin.items() if n in always or n not in known or known[n] != x}
+        self._write("provenance.json", {"starts": [*starts, changed]})
 
     def write_config(self, config: TrainConfig) -> None:
         """Note the configuration, but for what is of one start only."""
@@ -290,6 +289,8 @@ class Run:
     def log(self, **values: Any) -> None:
         """Append one line to metrics.jsonl."""
         if self.writes:
+            if self.board is not None:
+                self.board.log(values)
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(values) + "\n")
 
@@ -309,32 +310,22 @@ class Run:
                 raise ValueError(f"expected a JSON object in line {number} of {path}, got {text[:80]!r}") from error
         return lines
 
-    def progress(self) -> tuple[list[EpochLine], list[StepLine]]:
-        """The lines of finished epochs, and those of the steps of the epoch under way.
+    def progress(self, *, whole: bool = False) -> tuple[list[EpochLine], list[StepLine]]:
+        """The lines of finished epochs, and those of the steps of the epoch under way, or of the whole run.
 
         Raises:
             ValueError: a line is not as we write it.
         """
         epochs: list[EpochLine] = []
         steps: list[StepLine] = []
+        path = self.folder / "metrics.jsonl"
         for line in self.metrics():
             if "epoch" in line:
-                epochs.append(self._checked(EpochLine, line))
-                steps = []
+                epochs.append(checked(EpochLine, line, path))
+                steps = steps if whole else []
             elif "step" in line:
-                steps.append(self._checked(StepLine, line))
+                steps.append(checked(StepLine, line, path))
         return epochs, steps
-
-    def _checked(self, kind: type[T], line: dict[str, Any]) -> T:
-        types = next((types for types in _TYPES[kind] if line.keys() == types.keys()), None)
-        if types is None or not all(
-            type(value) in types[name] and (value is None or abs(value) <= sys.float_info.max)
-            for name, value in line.items()
-        ):
-            raise ValueError(
-                f"expected steps and epochs as we note them in {self.folder / 'metrics.jsonl'}, got {line}"
-            )
-        return cast(T, line)
 
     def begin_anew(self) -> None:
         """Forget what was trained, as no checkpoint of it can be used."""

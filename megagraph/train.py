@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,16 +17,16 @@ import torch
 
 from megagraph import auto, files, plots
 from megagraph.ablation import bias_effect
+from megagraph.board import Board, check_installed
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.ego import EgoBatches
-from megagraph.data.graph import Graph
 from megagraph.data.pairs import PairBuckets
-from megagraph.data.start import bias_start
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
-from megagraph.evaluate import as_graph, batches, choose_split, make_model
+from megagraph.evaluate import as_graph, batches, choose_split, graph_facts, make_model, model_config_of, num_parameters
+from megagraph.history import History
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
 from megagraph.objective import of_the_majority
@@ -43,6 +45,8 @@ from megagraph.parallel.mesh import (
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.stop import Stop
 from megagraph.planner.plan import Plan
+from megagraph.progress import log
+from megagraph.provenance import start_of_run
 from megagraph.run import Run, State, restarted
 from megagraph.weights import fill, read_weights
 
@@ -168,6 +172,8 @@ class Trainer:
                 config = config.with_plan(plan)
             if plan is not None:
                 plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
+            if config.tensorboard:
+                on_rank_zero(check_installed)
             device = on_every_rank(config.torch_device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -175,6 +181,8 @@ class Trainer:
             run, state = _enter(config)
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
+            if config.tensorboard:
+                run.board = Board(run.folder)
             with run.kept():
                 try:
                     return self._fit(run, state, config, plan, device, data, stop)
@@ -210,44 +218,36 @@ class Trainer:
             predicted = auto.choose(config, auto.measure(config, graph, builder, split.train, device), device)
             plan, self._predicted_bytes = predicted.plan, predicted.peak_bytes
             config = config.with_plan(plan)
-        model_config = _model_config(config, graph, builder)
+        model_config = model_config_of(config, graph, builder)
         # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
         contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
         contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
-        on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config))
+        fingerprint = on_one_process_first(graph.fingerprint)
+        facts = graph_facts(config, data, graph, split, fingerprint)
+        hosts = sorted(set(all_gather(socket.gethostname())))
+        origin = {"hosts": hosts, "processes": world_size(), "data": asdict(facts)}
+        on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config, start_of_run(device) | origin))
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
         sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
-            layout = "" if world_size() == 1 else f", {plan.pp} x {plan.cp} x {plan.dp} processes (pp, cp, dp)"
-            print(
-                f"{graph.name}: {graph.num_nodes:,} nodes, {graph.num_edges // 2:,} edges, {graph.in_features} "
-                f"features, {graph.num_classes} {'labels, several a node' if graph.multi_label else 'classes'}; "
-                f"{len(split.train)} nodes to train, {len(split.val)} to validate, {len(split.test)} to test\n"
+            log.info(
+                f"{facts}\n"
                 f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
-                f"{device}{layout}; prepared in {preprocess_seconds:.1f} s",
-                file=sys.stderr,
+                f"{device}, plan {plan}; prepared in {preprocess_seconds:.1f} s; run folder {run.folder}"
             )
-            if isinstance(builder, ClusterBatches):
-                print(builder.quality, file=sys.stderr)
-            if sampling_mass is not None:
-                print(
-                    f"a node samples from at most {config.batch_options.num_candidates} others, which hold "
-                    f"{sampling_mass:.0%} of its PageRank on others (--candidates, --epsilon)",
-                    file=sys.stderr,
-                )
-            if isinstance(builder.structure, BiasChannels):
-                print(builder.structure.powers, file=sys.stderr)
-            if isinstance(builder.structure, PairBuckets):
-                print(builder.structure, file=sys.stderr)
+            for line in _of_batches(builder, config, sampling_mass):
+                log.info(line)
 
-        epochs = Epochs(config, builder, graph, split, pipeline, run, stop)
+        epochs = Epochs(config, builder, graph, split, pipeline, run, stop, fingerprint)
         epochs.run_all(state)
         phase("evaluation")
         effect = bias_effect(pipeline, epochs.eval_loader, epochs.eval_nodes, epochs.classes, epochs.look_up)
         phase("save")
         if run.writes:
-            plots.curves(run.metrics(), run.folder / "curves.png")
+            if epochs.same_answer is not None:
+                log.warning(epochs.same_answer)
+            plots.curves([History.of(run)], run.folder / "curves.png")
         summary = Summary(
             run=str(run.folder),
             **epochs.results(),
@@ -267,18 +267,19 @@ class Trainer:
         return summary
 
 
-def _model_config(config: TrainConfig, graph: Graph, builder: Builder) -> ModelConfig:
-    learned = config.embedding == "learned"
-    unit, start = bias_start(builder)
-    return config.model_config(
-        in_features=builder.num_rows if learned else builder.graph.in_features,
-        num_classes=graph.num_classes,
-        multi_label=graph.multi_label,
-        bias_size=builder.structure.size,
-        bias_unit=unit,
-        bias_start=start,
-        graph_checksum=graph.checksum() if learned else 0,
-    )
+def _of_batches(builder: Builder, config: TrainConfig, sampling_mass: float | None) -> Iterator[object]:
+    """What is worth knowing of how the graph became sequences."""
+    if isinstance(builder, ClusterBatches):
+        yield builder.quality
+    if sampling_mass is not None:
+        yield (
+            f"a node samples from at most {config.batch_options.num_candidates} others, which hold {sampling_mass:.0%} "
+            "of its PageRank on others (--candidates, --epsilon)"
+        )
+    if isinstance(builder.structure, BiasChannels):
+        yield builder.structure.powers
+    if isinstance(builder.structure, PairBuckets):
+        yield builder.structure
 
 
 def _make_pipeline(
@@ -291,9 +292,7 @@ def _make_pipeline(
     if config.weights is not None and (state == "new" or config.weights.is_file()):
         model.to(config.parameter_dtype)
         on_every_rank(partial(_start_from, model, config.weights))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.embedding == "learned":
-        parameters += model_config.in_features * config.dim
+    parameters = num_parameters(model)
     return make_pipeline(model, plan, mesh, device, config), parameters
 
 
@@ -319,10 +318,13 @@ def _known_plan(config: TrainConfig) -> Plan | None:
     return before if before.world_size == world_size() else None
 
 
-def _write_configs(run: Run, state: State, config: TrainConfig, plan: Plan, model_config: ModelConfig) -> None:
-    """Note what will be trained, once its model is that of the run."""
+def _write_configs(
+    run: Run, state: State, config: TrainConfig, plan: Plan, model_config: ModelConfig, origin: dict[str, Any]
+) -> None:
+    """Note what will be trained, once its model is that of the run, and where it comes from."""
     if state == "started":
         run.check_model_config(model_config)
+    run.note_start(origin, first=state == "new")
     run.write_config(config)
     run.write_plan(plan)
     run.write_model_config(model_config)

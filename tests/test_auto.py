@@ -16,6 +16,7 @@ import torch
 import megagraph as mg
 from megagraph import auto
 from megagraph.data.datasets import synthetic_graph
+from megagraph.dry_run import dry_run
 from megagraph.planner import profile
 from tests.planner import synthetic
 
@@ -43,7 +44,8 @@ def rows():
     ],
     ids=str,
 )
-def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
+def test_the_search_keeps_what_is_given(rows, given, monkeypatch, caplog):
+    caplog.set_level("INFO", "megagraph")
     monkeypatch.setattr(auto, "world_size", lambda: 4)
     config = mg.TrainConfig(plan="auto", layers=8, memory_gib=64.0, **given)
     best = auto.choose(config, rows, CPU)
@@ -54,7 +56,7 @@ def test_the_search_keeps_what_is_given(rows, given, monkeypatch, capsys):
     fixed = {names.get(name, name): value for name, value in given.items()}
     expected = mg.planner.search(cost, cost.model, 4, 64 * 2**30, fixed={"shard": False} | fixed).best
     assert best == expected
-    assert f"plan: {best.plan}; predicted" in capsys.readouterr().err
+    assert f"plan: {best.plan}; predicted" in caplog.text
 
 
 PLANS = (
@@ -186,3 +188,8 @@ def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     assert mg.planner.search(predicted, model, 1, 2**40).best.step_seconds == pytest.approx(
         summary.predicted_step_seconds
     )
+    for asked in (config, config.with_plan(mg.Plan(layers=(2,)))):
+        said = dry_run(asked, graph)
+        assert said["plan"] == str(mg.Plan(layers=(2,)))
+        assert said["predicted_step_seconds"] == pytest.approx(summary.predicted_step_seconds)
+        assert said["predicted_memory_bytes"] == pytest.approx(summary.predicted_memory_bytes, abs=1)

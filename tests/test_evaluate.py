@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megagraph as mg
+from megagraph import ablation, evaluate
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
+from megagraph.data.names import Ids, Names
 from megagraph.evaluate import choose_split
-from megagraph.objective import roc_auc
+from megagraph.objective import roc_auc, same_answer
 
 SMALL = dict(layers=1, dim=8, ffn_dim=8, heads=2, samples=1, sample_nodes=4, channels=2, epochs=6, batch_size=32)
 
@@ -65,3 +67,36 @@ def test_a_metric_that_cannot_be_is_refused(tmp_path):
     assert len(choose_split(several, mg.TrainConfig(metric="average_precision")).test) == 12
     with pytest.raises(ValueError, match="the train part of the split is empty; test has too few labelled nodes"):
         choose_split(replace(several, labels=np.full((60, 2), -1, np.int8)), mg.TrainConfig())
+
+
+@pytest.mark.parametrize("kind", ["one class", "named", "no label", "labels"])
+def test_who_answers_the_same_for_everyone_is_told_so_once(tmp_path, kind, monkeypatch, caplog):
+    graph = synthetic_graph(num_nodes=120, num_classes=3, in_features=8, seed=2)
+    if kind == "named":
+        names = Names(ids=Ids.of([str(i) for i in range(120)]), classes=("red", "green", "blue"), columns=())
+        graph = replace(graph, names=names)
+    elif kind != "one class":
+        graph = replace(graph, labels=np.eye(3, dtype=np.int8)[graph.labels])
+    said = {"one class": "class 1", "named": "class green", "no label": "no label", "labels": "label 0, label 2"}[kind]
+    forced = {"no label": [-9.0, -9, -9], "labels": [9.0, -9, 9]}.get(kind, [0.0, 9, 0])
+    message = f"the model answers {said} for every validation and test node; "
+    mg.Trainer(mg.TrainConfig(out=tmp_path / "real", learning_rate=0.02, **SMALL)).fit(graph)
+    assert not [text for text in caplog.messages if "the model answers" in text] or kind == "no label"
+    caplog.clear()
+    real = evaluate.probabilities_of
+    monkeypatch.setattr(
+        evaluate, "probabilities_of", lambda scores, **kind: real(scores * 0 + scores.new_tensor(forced), **kind)
+    )
+    mg.Trainer(mg.TrainConfig(out=tmp_path / "run", **SMALL)).fit(graph)
+    assert len([text for text in caplog.messages if text.startswith(message)]) == 1
+    caplog.clear()
+    ablation.evaluate(tmp_path / "run", graph)
+    assert [text.startswith(message) for text in caplog.messages] == [True]
+
+
+def test_nodes_that_are_all_the_same_may_be_answered_the_same():
+    graph = synthetic_graph(num_nodes=60, num_classes=3)
+    nodes, answers = np.flatnonzero(graph.labels == 1), np.ones(60, np.int64)
+    assert same_answer(answers, graph, nodes) is None
+    assert same_answer(answers, graph, np.arange(60)).startswith("the model answers class 1 for every")
+    assert same_answer(np.arange(60) % 3, graph, np.arange(60)) is None

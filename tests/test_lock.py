@@ -48,7 +48,7 @@ def holder(tmp_path):
         process.communicate()
 
 
-def test_the_second_is_told_who_holds_it_and_gets_it_after_a_kill(tmp_path, holder, capsys):
+def test_the_second_is_told_who_holds_it_and_gets_it_after_a_kill(tmp_path, holder, caplog):
     process = holder()
     assert process.stdout.readline() == "held\n"
     with pytest.raises(TimeoutError, match=rf"is in use by process {process.pid} on .* since .*--lock-wait"):
@@ -57,7 +57,7 @@ def test_the_second_is_told_who_holds_it_and_gets_it_after_a_kill(tmp_path, hold
     with pytest.raises(TimeoutError):
         Lock(tmp_path, wait_seconds=0.5)
     assert time.monotonic() - started >= 0.5
-    assert f"in use by process {process.pid}" in capsys.readouterr().err
+    assert f"in use by process {process.pid}" in caplog.text
     process.kill()
     own = Lock(tmp_path, wait_seconds=10)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
@@ -101,7 +101,7 @@ def test_never_two_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS], ids=errno.errorcode.get)
-def test_where_the_file_system_has_no_locks(tmp_path, monkeypatch, capsys, number):
+def test_where_the_file_system_has_no_locks(tmp_path, monkeypatch, caplog, number):
     def flock(*_):
         raise OSError(number, os.strerror(number))
 
@@ -109,7 +109,7 @@ def test_where_the_file_system_has_no_locks(tmp_path, monkeypatch, capsys, numbe
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(lock, "DEAD_SECONDS", 1.0)
     own = Lock(tmp_path)
-    assert "has no locks" in capsys.readouterr().err
+    assert "has no locks" in caplog.text
     with pytest.raises(TimeoutError, match=f"in use by process {os.getpid()}"):
         Lock(tmp_path, wait_seconds=2)  # it beats
     own._released.set()  # as if killed

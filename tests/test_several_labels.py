@@ -89,8 +89,13 @@ def test_from_files_to_predictions(folder, monkeypatch, capsys):
     assert table.columns == ["node", "labels", *(f"probability_{name}" for name in NAMES)]
     assert table["node"].to_list() == [f"node {i}" for i in range(300)]
     np.testing.assert_allclose(table.drop("node", "labels").to_numpy(), probabilities, rtol=1e-5)
-    given = [";".join(name for name, p in zip(NAMES, row, strict=True) if p >= 0.5) for row in probabilities]
-    assert table["labels"].fill_null("").to_list() == given and len(set(given)) > 5
+    given = [[name for name, p in zip(NAMES, row, strict=True) if p >= 0.5] for row in probabilities]
+    assert table["labels"].fill_null("").to_list() == [";".join(names) for names in given]
+    assert len({*map(tuple, given)}) > 5
+    run(monkeypatch, capsys, "predict", "run", "--out", "p.parquet")
+    lists = polars.read_parquet("p.parquet")
+    assert lists.columns == table.columns and lists["node"].to_list() == table["node"].to_list()
+    assert lists["labels"].to_list() == given
 
     run(monkeypatch, capsys, "data", "export", "graph", "--out", "tables")
     run(

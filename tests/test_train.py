@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import polars
 import pytest
 import scipy.sparse as sp
 import torch
@@ -66,7 +67,7 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     steps = losses(folder)
     assert len(steps) == summary.steps and np.mean(steps[-5:]) < 0.9 * np.mean(steps[:5])
     files = "run.json config.json plan.json model.json metrics.jsonl model.safetensors summary.json curves.png "
-    files += "checkpoints"
+    files += "checkpoints provenance.json"
     assert {path.name for path in folder.iterdir()} == set(files.split())
     assert mg.Plan.load(folder / "plan.json") == mg.Plan()
     assert json.loads((folder / "summary.json").read_text())["test_accuracy"] == summary.test_accuracy
@@ -145,12 +146,13 @@ def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
     assert mg.Trainer(config(tmp_path, split="public")).fit(data).steps == 3 * -(-100 // 16)
 
 
-def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, capsys):
+def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, caplog):
+    caplog.set_level("INFO", "megagraph")
     given = replace(graph, split=Split(np.array([7]), np.arange(100, 200), np.arange(200, 300)))
     options = dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, split="public")
     summary = mg.Trainer(config(tmp_path, **options)).fit(given)
     assert summary.steps == summary.epochs == 3  # of three sequences an epoch
-    assert "clusters, edge cut " in capsys.readouterr().err
+    assert "clusters, edge cut " in caplog.text
 
 
 def test_a_learned_embedding_needs_no_features(tmp_path, graph):
@@ -289,8 +291,17 @@ def test_command_line(tmp_path):
     found, table = np.load(tmp_path / "p.npy"), np.loadtxt(lines, delimiter=",")
     np.testing.assert_array_equal(table[:, :2], np.stack([np.arange(2000), found.argmax(axis=1)], axis=1))
     np.testing.assert_allclose(table[:, 2:], found, rtol=1e-5)
-    done = Command("predict", out, "--out", tmp_path / "p.parquet").finish()
-    assert done.returncode == 1 and "out must end in .npy or .csv, got" in done.stderr
+    assert Command("predict", out, "--out", tmp_path / "p.parquet").finish().returncode == 0
+    columns = polars.read_parquet(tmp_path / "p.parquet")
+    assert columns.columns == head.split(",") and columns["node"].to_list() == [*range(2000)]
+    assert columns["class"].to_list() == [str(i) for i in found.argmax(axis=1)]
+    np.testing.assert_array_equal(columns.select(columns.columns[2:]).to_numpy(), found)
+    for place, message in (
+        ("p.txt", "out must end in .npy, .csv or .parquet, got"),
+        ("no/p.csv", "there is no folder"),
+    ):
+        done = Command("predict", out, "--out", tmp_path / place).finish()
+        assert done.returncode == 1 and message in done.stderr and "reading" not in done.stderr
     assert Command("--version").finish().stdout == f"megagraph {mg.__version__}\n"
 
 

@@ -1,4 +1,5 @@
-"""The command line: ``train``, ``predict``, ``evaluate``; ``profile``, ``fit``, ``search``; ``plot`` and ``data``."""
+"""The command line: ``train``, ``predict``, ``evaluate``, ``report``, ``plot``; ``profile``, ``fit``, ``search``; and
+``data``."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import os
 import sys
 import traceback
@@ -22,27 +24,38 @@ from megagraph.cli.data import data
 from megagraph.cli.groups import in_groups, read_config
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
-from megagraph.cli.plot import plot
+from megagraph.cli.plot import plot, report
 from megagraph.config import AUTO, Part, TrainConfig
 
 # what a command needs is imported by its job: to say what a flag means takes less time than to import torch
+_LEVELS = ("debug", "info", "warning", "error")
 
 
-def train(config: TrainConfig) -> Job:
+def train(config: TrainConfig, dry_run: bool = False) -> Job:
     """Train a model on a graph and leave a run folder; prints the summary as JSON.
 
     Example: megagraph train --dataset cora --root DATA --out runs/cora
 
     The usual flags; --help-all shows all of them.
+
+    Args:
+        dry_run: read and prepare the graph and print what would be trained, and what a step would take where a profile
+            of this machine is kept; trains nothing and leaves no run folder.
     """
 
     def job() -> None:
         from megagraph.parallel.mesh import rank
-        from megagraph.train import Trainer
 
-        summary = Trainer(config).fit()
+        if dry_run:
+            from megagraph.dry_run import dry_run as would_train
+
+            result = would_train(config)
+        else:
+            from megagraph.train import Trainer
+
+            result = asdict(Trainer(config).fit())
         if rank() == 0:
-            print(json.dumps(asdict(summary), indent=2))
+            print(json.dumps(result, indent=2, default=str))
 
     return Job(job, config.timeout)
 
@@ -57,8 +70,8 @@ def predict(
 
     Args:
         run: run folder of ``megagraph train``.
-        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv, with its class, or of several labels
-            those of at least 1/2; default RUN/probabilities.npy.
+        out: file to write, fp32 [V, classes] as .npy, or a line a node as .csv or .parquet, with its class, or of
+            several labels those of at least 1/2; default RUN/probabilities.npy.
     """
 
     def job() -> None:
@@ -117,10 +130,35 @@ def _defaults() -> TrainConfig:
     return replace(Run.to_resume(folder, new_plan=given.plan is not None), resume=given.resume)
 
 
+class _ToStderr(logging.Handler):
+    """Lines on what is stderr now, above a bar of progress."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")
+        write = print if bars is None else bars.tqdm.write
+        prefix = f"megagraph: {record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        write(prefix + self.format(record), file=sys.stderr)
+
+
+def _take_log_level(words: list[str]) -> list[str]:
+    """What the logger is to say goes to stderr, of a run with several processes by the first; gives the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--log-level", choices=_LEVELS, default="info")
+    try:
+        given, others = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"cannot read the command line: {error}") from error
+    level = getattr(logging, given.log_level.upper())
+    logger = logging.getLogger("megagraph")
+    logger.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.WARNING))
+    logger.handlers = [_ToStderr()]
+    return others
+
+
 def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
-    words = sys.argv[1:]
+    words = _take_log_level(sys.argv[1:])
     run_flags = functools.partial(in_groups, defaults=_defaults(), usual=bool({"-h", "--help"} & {*words}))
     commands: dict[str, Callable[..., Job]] = {
         "train": run_flags(train),
@@ -130,6 +168,7 @@ def _parse() -> Job:
         "fit": fit,
         "search": search,
         "plot": plot,
+        "report": report,
         "data": data,
     }
     try:
@@ -137,6 +176,7 @@ def _parse() -> Job:
             return tyro.extras.subcommand_cli_from_dict(
                 commands,
                 prog="megagraph",
+                description=f"--log-level {'|'.join(_LEVELS)} beside any command: what stderr says, default info.",
                 args=["--help" if word == "--help-all" else word for word in words],
                 config=(tyro.conf.DisallowNone,),
             )

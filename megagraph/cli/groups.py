@@ -34,7 +34,7 @@ GROUPS = {
         ("out", "resume", "device", "seed"),
         (
             "dtype", "workers", "resume_step", "weights", "checkpoint_every", "keep", "time_limit", "lock_wait",
-            "bad_steps", "timeout", "trace",
+            "bad_steps", "timeout", "trace", "tensorboard",
         ),
     ),
     "model": _Group(

@@ -1,4 +1,4 @@
-"""``megagraph plot``: figures from the files of a run, or of the planner."""
+"""``megagraph plot`` and ``report``: figures and a page from the files of a run, or of the planner."""
 
 from __future__ import annotations
 
@@ -10,6 +10,23 @@ import tyro
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
 from megagraph.planner.plan import Plan
+
+
+def report(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path = Path("report.html")) -> Job:
+    """Write a page about a run, or about several beside each other: one HTML file that needs nothing else.
+
+    Args:
+        runs: run folders of ``megagraph train``, also of runs under way.
+        out: file to write.
+    """
+
+    def job() -> None:
+        from megagraph.report import report
+
+        report(runs, out)
+        print(out)
+
+    return Job(job)
 
 
 def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = None, out: Path | None = None) -> Job:
@@ -58,6 +75,31 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
     return Job(job)
 
 
+def plot_curves(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path | None = None) -> Job:
+    """Draw loss, validation and test scores and learning rate of a run, or of several in one figure.
+
+    Args:
+        runs: run folders of ``megagraph train``, also of runs under way.
+        out: image to write; default RUN/curves.png, of several runs curves.png.
+    """
+
+    def job() -> None:
+        from megagraph import plots
+        from megagraph.history import History, names_of
+        from megagraph.run import Run
+
+        if not runs:
+            raise ValueError("expected the folder of a run, or several, got none")
+        path = out or (runs[0] / "curves.png" if len(runs) == 1 else Path("curves.png"))
+        opened = [Run.of(run) for run in runs]
+        for run in opened:
+            run.check_output(path, own="curves.png")
+        plots.curves([History.of(run, name) for run, name in zip(opened, names_of(runs), strict=True)], path)
+        print(path)
+
+    return Job(job)
+
+
 def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) -> Job:
     """Draw the learned part of the attention bias by distance or channel, layer and head, beside where it started.
 
@@ -67,19 +109,13 @@ def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) ->
     """
 
     def job() -> None:
-        import numpy as np
-
         from megagraph import plots
-        from megagraph.data.start import bias_labels
         from megagraph.run import Run
 
         opened = Run.open(run)
         path = run / "bias.png" if out is None else out
         opened.check_output(path)
-        model, weights = opened.model_config, opened.weights()
-        learned = np.stack([weights[f"layers.{layer}.bias_weight"].double() for layer in range(model.layers)])
-        start = np.array(model.bias_start) if model.bias_start else None
-        plots.bias(learned, start, bias_labels(opened.config.batch_options), path)
+        plots.bias_of(opened, path)
         print(path)
 
     return Job(job)
@@ -222,6 +258,7 @@ def plot(
     job: tyro.conf.OmitSubcommandPrefixes[
         tyro.conf.OmitArgPrefixes[
             Annotated[Any, tyro.conf.subcommand("timeline", constructor=plot_timeline)]
+            | Annotated[Any, tyro.conf.subcommand("curves", constructor=plot_curves)]
             | Annotated[Any, tyro.conf.subcommand("bias", constructor=plot_bias)]
             | Annotated[Any, tyro.conf.subcommand("attention", constructor=plot_attention)]
             | Annotated[Any, tyro.conf.subcommand("costmodel", constructor=plot_costmodel)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -16,7 +18,9 @@ from megagraph.data.pairs import PairBuckets
 from megagraph.data.sample import Pagerank
 from megagraph.data.smooth import propagated
 from megagraph.data.structure import BiasChannels, DistanceBuckets
+from megagraph.progress import log
 
+_LARGE = 50_000  # nodes, of which it takes long enough to be told about
 _CLUSTER_NODES = 300  # and fewer in short sequences: some eight make one
 _ORDERED_NODES = 64  # of a cluster of a full batch, whose order they are: neighbours stand close in memory
 _COARSE_EDGES = 32  # of a super node of cluster batches
@@ -46,10 +50,18 @@ def _other_nodes(graph: Graph) -> np.ndarray:
     return np.random.default_rng(0).permutation(graph.num_nodes)
 
 
+def _say(graph: Graph, what: str) -> None:
+    level = logging.INFO if graph.num_nodes >= _LARGE else logging.DEBUG
+    log.log(level, f"preparing {graph.name}: {what}")
+
+
 def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, together: float) -> Builder:
     if options.batching == "ego":
-        coarsening = coarsen(graph, partition(graph, max(1, round(graph.num_nodes * options.super_ratio))))
+        num_clusters = max(1, round(graph.num_nodes * options.super_ratio))
+        _say(graph, f"{num_clusters:,} clusters")
+        coarsening = coarsen(graph, partition(graph, num_clusters))
         structure = _structure(graph, coarsening, options)
+        _say(graph, "PageRank around every node")
         pagerank = Pagerank(graph, epsilon=options.epsilon, max_candidates=options.num_candidates)
         return EgoBatches(graph, coarsening, structure, pagerank, options)
     if cluster_size is None:
@@ -58,6 +70,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     if cluster_size < 1:
         raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
     num_clusters = -(-graph.num_nodes // cluster_size)
+    _say(graph, f"{num_clusters:,} clusters")
     if options.batching == "full":
         halves = min(1 << (num_clusters - 1).bit_length(), graph.num_nodes)
         clusters = nested_partition(graph, halves, row_costs(np.diff(graph.indptr) + 1, options.num_super))
@@ -69,6 +82,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     if options.batching == "full":
         order = np.argsort(clusters, kind="stable")
         in_lists = _other_nodes(graph)[order] if options.shuffle_structure else order
+        _say(graph, "the pairs that attend")
         pairs = PairBuckets(graph, coarsening, in_lists, options)
         return FullBatches(graph, coarsening, pairs, options, order, clusters)
     structure = _structure(graph, coarsening, options)
@@ -76,6 +90,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
 
 
 def _structure(graph: Graph, coarsening: Coarsening, options: BatchOptions) -> BiasChannels | DistanceBuckets:
+    _say(graph, f"{options.bias} bias")
     if options.bias == "bucket":
         return DistanceBuckets(
             graph, coarsening, max_distance=options.max_distance, global_tokens=options.global_tokens

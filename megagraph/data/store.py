@@ -41,6 +41,7 @@ from megagraph.data.graph import PARTS, Graph, Split
 from megagraph.data.header import DTYPES, load_header, names_in, num_bytes, read_header, write_header
 from megagraph.data.names import Ids, Names, Vocabulary
 from megagraph.data.options import FeatureForm
+from megagraph.progress import Progress
 
 _CHUNK_ROWS = 1 << 16
 _CHUNK_BYTES = 1 << 24
@@ -211,7 +212,8 @@ def _add_features(writer: StoreWriter, graph: Graph, form: FeatureForm) -> None:
     dtype = np.dtype(given).newbyteorder("<")
 
     def chunks() -> Iterator[np.ndarray]:
-        for start in range(0, graph.num_nodes, _CHUNK_ROWS):
+        starts = range(0, graph.num_nodes, _CHUNK_ROWS)
+        for start in Progress(starts, "features to disk", len(starts), "chunks"):
             nodes = np.arange(start, min(start + _CHUNK_ROWS, graph.num_nodes))
             rows = np.empty((len(nodes), graph.in_features), np.float32)
             graph.read_features(nodes, rows)

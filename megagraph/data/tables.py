@@ -16,6 +16,7 @@ from megagraph import files
 from megagraph.data.graph import PARTS, Graph, Split, check_unweighted
 from megagraph.data.names import Column, Ids, Names
 from megagraph.data.options import Tables
+from megagraph.progress import log
 
 if TYPE_CHECKING:
     import polars as pl
@@ -57,6 +58,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
     parts = None if split is None else _split(rest[split], f"column {split} of {tables.nodes}")
     rest = rest.drop([*label, *([] if split is None else [split])])
     known = None if like is None or like.names is None else like.names.columns
+    log.info(f"{len(ids):,} nodes and {edge_index.shape[1]:,} edges read; making a graph of them")
     features, columns = _features(rest, len(ids), known, tables.nodes)
     graph = Graph.from_arrays(tables.edges.name.split(".")[0], features, edge_index, labels, parts)
     names = Names(ids=Ids.of(ids.to_list()), classes=class_names, columns=columns)
@@ -109,6 +111,7 @@ def _read(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
     polars = _polars()
     if not path.is_file():
         raise FileNotFoundError(f"expected a CSV or Parquet file, got {path}, which does not exist or is no file")
+    log.info(f"reading {path}")
     kind = [suffix for suffix in path.suffixes if suffix != ".gz"][-1:]
     try:
         if kind == [".parquet"]:

@@ -43,6 +43,7 @@ def profile(
     workers: int = 0,
     budget_seconds: float = 60.0,
     cache: Path | None = None,
+    kept_only: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure this machine for a model and a workload; about ``budget_seconds``, less where it is cached.
 
@@ -54,6 +55,7 @@ def profile(
         workers: processes of the loader.
         cache: folder of profiles by device, versions, model, workload and workers; ``None``: none is kept. Those that
             are older than ``EXPIRES`` or do not predict their own rows (``FIT_ERROR``) are not used again.
+        kept_only: measure nothing; no rows where there is no profile.
     """
     origin = provenance() | {
         "unit": "s",
@@ -72,6 +74,8 @@ def profile(
         dist.broadcast_object_list(found)
     if found[0] is not None:
         return found[0]
+    if kept_only:
+        return []
     rows = [row | origin for row in _measure(config, workload, device, batches, budget_seconds)]
     if dist.is_initialized():
         rows = [row | {"rank": dist.get_rank()} for row in rows]

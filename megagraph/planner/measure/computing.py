@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from megagraph.attention.bias import Bias, BucketBias, ProjectedBias
 from megagraph.attention.context_parallel import loopback_attention
@@ -21,6 +20,7 @@ from megagraph.models.config import ModelConfig
 from megagraph.planner.measure.clock import Clock, average
 from megagraph.planner.measure.design import DTYPES, MAX_TOKENS, PARTS, Point, random_inputs
 from megagraph.planner.workload import Workload
+from megagraph.progress import Progress
 
 ROUNDS = 3
 
@@ -89,7 +89,7 @@ def compute_rows(points: list[Point], device: torch.device, budget_seconds: floa
     started = time.perf_counter()
     probes: list[Probe] = []
     expected = 0.0  # of one round
-    progress = tqdm(points, desc="profile: warm-up", leave=False, disable=None)
+    progress = Progress(points, "profile: warm-up", len(points), "sizes")
     for point in progress:
         probe = Probe(point, device)
         probe.step()
@@ -104,7 +104,7 @@ def compute_rows(points: list[Point], device: torch.device, budget_seconds: floa
         probes.append(probe)
     rest = budget_seconds - (time.perf_counter() - started)
     rounds = max(ROUNDS, min(int(rest / max(expected, 1e-9)), 15))
-    for _ in tqdm(range(rounds), desc="profile: layers", leave=False, disable=None):
+    for _ in Progress(range(rounds), "profile: layers", rounds, "rounds"):
         for probe in probes:
             probe.step()
     return [row for probe in probes for row in probe.rows()]
@@ -122,7 +122,7 @@ def ring_rows(
     counts = sorted({max(1, most // part) for part in PARTS}, reverse=True)
     inputs = {m: _ring_inputs(config, workload, m, device) for m in counts}
     samples: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-    for run in tqdm(range(ROUNDS + 1), desc="profile: rings", leave=False, disable=None):
+    for run in Progress(range(ROUNDS + 1), "profile: rings", ROUNDS + 1, "rounds"):
         if run > 1 and time.perf_counter() - started > budget_seconds:
             break
         for m, (q, k, v, bias) in inputs.items():

@@ -1,0 +1,117 @@
+"""Curves of runs, from their files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import megagraph as mg
+from megagraph import plots
+from megagraph.data.datasets import synthetic_graph
+from megagraph.history import History, names_of, score_limits, smoothed
+from megagraph.run import Run
+from tests.checkpoint_cases import config, graph, stop_at
+from tests.processes import Command
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One that has finished, and one that has been stopped in its second epoch."""
+    folder = tmp_path_factory.mktemp("runs")
+    finished, stopped = folder / "_$finished$", folder / "stopped"
+    mg.Trainer(config(finished)).fit(graph())
+    with stop_at(8):
+        mg.Trainer(config(stopped, seed=1, learning_rate=1e-3)).fit(graph())
+    return finished, stopped
+
+
+def test_how_a_run_has_gone(runs):
+    finished, stopped = (History.of(Run.of(run)) for run in runs)
+    summary = Run.open(runs[0]).summary
+    assert (len(finished.steps), len(finished.epochs)) == (18, 3) and (len(stopped.steps), len(stopped.epochs)) == (
+        8,
+        1,
+    )
+    assert finished.best["epoch"] == summary["best_epoch"] and finished.majority == summary["majority_accuracy"]
+    assert finished.metric == "accuracy" and finished.nodes == 20
+    assert finished.title == "hierarchical, 3 layers of width 16, ego batches on synthetic"
+    steps, losses = finished.losses()
+    assert steps.tolist() == [*range(18)] and losses.tolist() == [line["loss"] for line in finished.steps]
+    skipped = replace(finished, steps=[finished.steps[0], finished.steps[1] | {"loss": None}, finished.steps[2]])
+    assert skipped.losses()[0].tolist() == [0, 2]
+
+
+def test_curves_show_what_is_in_the_files(runs, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    histories = [History.of(Run.of(run)) for run in runs]
+    plots.curves(histories[:1], tmp_path / "one.png")
+    plots.curves(histories, tmp_path / "two.png", columns=1)
+    one, two = drawn
+    finished = histories[0]
+    loss, score, rate = one.axes
+    raw, mean = loss.lines
+    np.testing.assert_array_equal(raw.get_ydata(), finished.losses()[1])
+    assert raw.get_alpha() < 1 and len(mean.get_ydata()) == 18
+    np.testing.assert_array_equal(rate.lines[0].get_ydata(), [line["learning_rate"] for line in finished.steps])
+    named = {line.get_label(): line for line in score.lines}
+    assert named.keys() == {"validation", "test", f"best epoch, {finished.best['epoch']}", "majority"}
+    for part, label in (("val", "validation"), ("test", "test")):
+        np.testing.assert_array_equal(named[label].get_ydata(), [line[f"{part}_accuracy"] for line in finished.epochs])
+    star = named[f"best epoch, {finished.best['epoch']}"]
+    assert (*star.get_xdata(), *star.get_ydata()) == (finished.best["epoch"], finished.best["val_accuracy"])
+    assert {*named["majority"].get_ydata()} == {finished.majority}
+    low, high = score.get_ylim()
+    assert high - low >= 2 / 20**0.5 - 1e-9 and score.get_ylabel() == "accuracy"
+    assert one.get_suptitle() == finished.title
+    legend = [text.get_text() for text in two.axes[1].get_legend().get_texts()]
+    assert legend[:2] == [r" _\$finished\$, validation", r" _\$finished\$, test"] and "stopped, test" in legend
+    assert legend.count("best epoch") == 1 and two.get_suptitle() == "2 runs"
+
+
+def test_of_several_labels_or_two_classes(tmp_path):
+    """By what the best epoch is chosen; always the same answer has no ROC AUC."""
+    two = synthetic_graph(num_nodes=100, num_classes=2, in_features=8)
+    mg.Trainer(config(tmp_path / "two", epochs=1, metric="roc_auc")).fit(two)
+    several = replace(two, labels=np.stack([two.labels, 1 - two.labels], axis=1).astype(np.int8))
+    summary = mg.Trainer(config(tmp_path / "several", epochs=1)).fit(several)
+    found = [History.of(Run.of(tmp_path / name)) for name in ("two", "several")]
+    assert [run.metric for run in found] == ["roc_auc", "micro_f1"]
+    assert [run.majority for run in found] == [None, summary.majority_micro_f1]
+
+
+def test_the_command(runs, tmp_path):
+    for arguments, path in (((runs[0],), runs[0] / "curves.png"), ((*runs, "--out", tmp_path / "x.png"), None)):
+        done = Command("plot", "curves", *arguments).finish()
+        path = path or tmp_path / "x.png"
+        assert (done.returncode, done.stdout) == (0, f"{path}\n"), done.stderr
+        assert path.read_bytes()[:4] == b"\x89PNG"
+    done = Command("plot", "curves", *runs, "--out", runs[1] / "config.json").finish()
+    assert done.returncode == 1 and "is a file of the run; pass another --out" in done.stderr
+    done = Command("plot", "curves", tmp_path).finish()
+    assert done.returncode == 1 and "must be the folder of a run" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_smoothed_is_the_mean_around_each():
+    values = np.random.default_rng(0).normal(size=101)
+    expected = [values[max(0, i - 5) : i + 6].mean() for i in range(101)]
+    np.testing.assert_allclose(smoothed(values, 0.1), expected)
+    np.testing.assert_array_equal(smoothed(values[:3]), values[:3])
+    assert len(smoothed(values[:0])) == 0
+
+
+@pytest.mark.parametrize("nodes", [None, 20, 100_000])
+@pytest.mark.parametrize("values", [(), (0.0,), (1.0,), (0.7, 0.702), (0.1, 0.95), (0.0, 1.0)])
+def test_two_nodes_make_no_trend(values, nodes):
+    low, high = score_limits(values, nodes)
+    assert all(low < value < high for value in values) and -0.02 <= low < high <= 1.02
+    assert high - low >= min(0.1 if nodes is None else max(0.1, 2 / nodes**0.5), 1.0) - 1e-9
+
+
+def test_runs_are_called_by_their_folders():
+    assert names_of([Path("a/x"), Path("b/y")]) == ["x", "y"]
+    assert names_of([Path("a/x"), Path("b/x")]) == [str(Path("a/x")), str(Path("b/x"))]
