@@ -15,6 +15,7 @@ TRAIN = [
     "polars>=1.20",
     "tqdm>=4.66",
     "tyro>=0.9",
+    "tomli>=2; python_version < '3.11'",
 ]
 
 setup(

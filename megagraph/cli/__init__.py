@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
@@ -95,21 +95,19 @@ def evaluate(
     return Job(job)
 
 
-def _defaults() -> TrainConfig:
+def _defaults() -> Any:
     """Of the flags of train: those of --config, or with --resume those of the run, but for its layout where another
     --plan is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
-    parser.add_argument("--resume", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plan")
-    parser.add_argument("--config", type=Path)
+    for flag, kind in {"resume": Path, "out": Path, "plan": str, "config": Path}.items():
+        parser.add_argument(f"--{flag}", type=kind, nargs="?")  # where a value is missing tyro says so
     given, _ = parser.parse_known_args()
     folder = given.out if given.resume == AUTO else given.resume
     if given.config is not None:
         if given.resume is not None:
             raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
-        return read_config(given.config)
+        return read_config(given.config, new_plan=given.plan is not None)
     if folder is None or (given.resume == AUTO and not (folder / "config.json").is_file()):
         return TrainConfig()
     from megagraph.run import Run
