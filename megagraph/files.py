@@ -29,9 +29,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         FileExistsError: at ``path`` is something else, such as a folder or a device.
+        FileNotFoundError: its folder is not there.
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
         raise FileExistsError(f"expected a file, or nothing, at {path} to write it, got something else; name another")
+    check_folder(path)
     partial = path.parent / f"{path.name}.partial"
     with suppress(FileNotFoundError):
         partial.unlink()  # of a process that was killed
@@ -47,6 +49,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             partial.unlink()
         raise
     sync_folder(path.parent)
+
+
+def check_folder(path: Path) -> None:
+    """Raise FileNotFoundError where there is no folder to write ``path`` in."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"expected a folder to write {path} in, got {path.parent}, which is none; make it before"
+        )
 
 
 def write(path: Path, content: bytes | str) -> None:
@@ -99,20 +109,22 @@ def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]
     return values
 
 
-def missing(path: Path) -> str:
-    """What an error says of a path where nothing is: a name beside it that may have been meant."""
+def meant(path: Path) -> str:
+    """What an error adds of a path where nothing is: a name beside it that may have been meant, or nothing."""
+    if path.exists():
+        return ""
     try:
         names = {name.lower(): name for name in os.listdir(path.parent)}
     except OSError:
-        return f"and there is no folder {path.parent}"
+        return f" (there is no folder {path.parent})"
     close = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.75)
-    return "which does not exist" + (f" (did you mean {path.parent / names[close[0]]}?)" if close else "")
+    return f" (did you mean {path.parent / names[close[0]]}?)" if close else ""
 
 
 def check_readable(path: Path, what: str, again: str) -> None:
     """Raise FileNotFoundError or ValueError, with what to do, where ``path`` is no file."""
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"expected {what}, got {path}, {missing(path)}; {again}")
+        raise FileNotFoundError(f"expected {what}, got {path}, which does not exist{meant(path)}; {again}")
     if not path.is_file():  # to read a pipe is to wait for who writes it
         raise ValueError(f"expected {what}, got {path}, which is no file; {again}")
 
@@ -158,7 +170,9 @@ def typed(kind: type[T], values: Any, what: str) -> T:
     """
     hints = get_type_hints(kind)
     if not isinstance(values, dict) or not values.keys() <= hints.keys():
-        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {values}")
+        got = repr(values)
+        got = got if len(got) <= 200 else f"{got[:200]}..."
+        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {got}")
     fields = {name: _as_hinted(hints[name], value) for name, value in values.items()}
     made = error = None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -19,7 +20,7 @@ import tyro
 
 from megagraph import __version__
 from megagraph.cli.data import data
-from megagraph.cli.groups import in_groups, read_config
+from megagraph.cli.groups import in_groups, read_config, unknown
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot
@@ -140,7 +141,8 @@ def _parse() -> Job:
             )
     except SystemExit as stop:
         if stop.code:
-            raise ValueError(f"cannot read the command line\n{said.getvalue().rstrip()}") from None
+            text = said.getvalue().rstrip()
+            raise ValueError(unknown(words, text) or f"cannot read the command line\n{text}") from None
         raise
 
 
@@ -164,9 +166,19 @@ def main() -> None:
     except BaseException as error:
         named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError, MemoryError)
         short = isinstance(error, named) or _says_enough(error)
-        message = f"megagraph: error: {error}" if short else traceback.format_exc()
+        message = f"megagraph: error: {_said(error)}" if short else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         _end(1)
+
+
+def _said(error: BaseException) -> str:
+    """An error of the system says what it was, but not of what, nor what to do."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    what = "" if error.filename is None else f" {error.filename}"
+    full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    do = "make room, or name another folder" if full else "look at its name and rights, or name another"
+    return f"could not {'write' if full else 'read or write'}{what}: {error.strerror}; {do}"
 
 
 def _says_enough(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, make_dataclass
@@ -171,3 +172,23 @@ def meant(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1)
     found = _OTHER_NAMES.get(name.lower()) or (close[0] if close else None)
     return f"; did you mean {found}?" if found else ""
+
+
+def unknown(words: list[str], said: str) -> str | None:
+    """In place of what tyro says of a command or a flag that there is not: what there is, and which is meant."""
+    wrong = re.search(r"Unrecognized options: ([^\s,]+)", said)
+    if wrong is None:
+        return None
+    word, there = wrong[1], re.search(r"Available subcommands:([\w,\s]+)", said)
+    if there is not None:
+        commands = re.findall(r"\w+", there[1])
+        return f"expected one of the commands {', '.join(commands)}, got {word!r}{meant(word, commands)}"
+    if not word.startswith("--"):
+        return None
+    command, own = words[0], [own.name for own in fields(TrainConfig)] + ["config"]
+    if command in ("train", "profile"):
+        found = meant(word.partition("=")[0][2:].replace("-", "_"), own).replace("mean ", "mean --").replace("_", "-")
+    else:  # tyro's suggestions are good where flags are few
+        near = re.search(r"Perhaps you meant:\s+(--[\w-]+)", said)
+        found = "" if near is None else f"; did you mean {near[1]}?"
+    return f"expected flags of megagraph {command}, got {word}{found or '; --help lists them'}"
