@@ -1,6 +1,6 @@
 """What a person types wrong is one message: what was expected, what came, what to do. No traceback, nothing written.
 
-Damaged files of ours are in bench/damage.py, tables in tests/data/test_tables.py, flags in files in tests/test_flags.py.
+Damaged files of ours are in bench/damage.py, tables in tests/data/test_tables.py, flags in files in test_flags.py.
 """
 
 from __future__ import annotations
