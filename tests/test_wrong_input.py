@@ -79,7 +79,11 @@ CASES = [
     (None, "train --dataset Store", r"or a store folder, got 'Store' \(did you mean store\?\)"),
     (None, "train --dataset graf.npz", r"expected an .npz file, got graf.npz, .*\(did you mean graph.npz\?\)"),
     (None, "train --dataset cora", r"expected a folder for cora, got none; name it with --root"),
-    (None, "train --dataset finished", r"expected a graph store, as megagraph data import makes one, got .*finished"),
+    (
+        None,
+        "train --dataset finished",
+        r"expected a graph store, got .*finished without header.json; megagraph data import makes",
+    ),
     (None, "train --dataset profile.json", r"or a store folder, got 'profile.json'"),
     (write("a.npz", "x"), "train --dataset a.npz", r"a\.npz"),
     (None, "data info stor", r"got stor without header.json \(did you mean store\?\)"),
