@@ -29,6 +29,10 @@ PAIRINGS = [
 SHORT = [
     *("tests/test_package.py", "tests/test_flags.py", "tests/test_files.py", "tests/test_transforms.py"),
     *("tests/attention/test_sums.py", "tests/attention/test_multihead.py", "tests/attention/test_operator_input.py"),
+    *(
+        "tests/test_wrong_input.py",
+        "tests/test_readme.py::test_the_ring_example_has_the_gradients_of_one_process_on_two",
+    ),
     *("tests/models", "tests/data/test_tables.py", "tests/planner/test_plan.py", "tests/test_run.py"),
 ]
 
