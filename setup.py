@@ -16,6 +16,7 @@ TRAIN = [
     "tqdm>=4.66",
     "tyro>=0.9",
     "jinja2>=3.1",
+    "tomli>=2; python_version < '3.11'",
 ]
 
 setup(

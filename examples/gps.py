@@ -1,25 +1,26 @@
 """A learned bias of hop distances in GPSConv of torch_geometric, whose attention knows nothing of the graph."""
 
 import torch
-from scipy.sparse.csgraph import shortest_path
 from torch import nn
+from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, GPSConv
-from torch_geometric.utils import to_scipy_sparse_matrix, to_undirected
+from torch_geometric.utils import to_undirected
 
 import megagraph as mg
+from megagraph.transforms import StructuralBias
 
-N, WIDTH, HEADS, MAX_DISTANCE = 32, 8, 4, 6
+N, WIDTH, HEADS, HOPS = 32, 8, 4, 6
 ring = to_undirected(torch.stack([torch.arange(N), (torch.arange(N) + 1) % N]))
-hops = torch.from_numpy(shortest_path(to_scipy_sparse_matrix(ring), unweighted=True))
-buckets = hops.clamp(max=MAX_DISTANCE + 1).to(torch.uint8)[None]  # [1, N, N]; further, or unreachable: the last one
-far = (hops == 4).float() / 2  # the answer lies four hops away
+graph = StructuralBias(hops=HOPS)(Data(edge_index=ring, num_nodes=N))
+buckets = graph.hop_buckets.view(1, N, N)  # uint8; further, or unreachable: the last one, HOPS + 1
+far = (buckets[0] == 4).float() / 2  # the answer lies four hops away
 
 
 def train(biased: bool) -> float:
     torch.manual_seed(0)
     conv = GPSConv(WIDTH, GCNConv(WIDTH, WIDTH), heads=HEADS, norm=None)
     conv.attn = mg.MultiheadAttention.from_multihead_attention(conv.attn)
-    table = nn.Parameter(torch.zeros(HEADS, MAX_DISTANCE + 2))
+    table = nn.Parameter(torch.zeros(HEADS, HOPS + 2))
     if biased:
         conv.attn.attn_bias = mg.BucketBias(buckets, table)  # set it anew for other nodes
     head = nn.Linear(WIDTH, WIDTH)

@@ -1,32 +1,19 @@
-"""Graphormer for whole graphs (arXiv:2106.05234): PyG's DataLoader, hop distances of a batch, a token that reads out.
+"""Graphormer for whole graphs (arXiv:2106.05234): a transform and a loader of PyG, and a token that reads out.
 
 The task is one that message passing cannot do: is a graph one ring of 12 nodes, or two of 6?
 """
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
-from torch_geometric.utils import degree, to_dense_batch, to_scipy_sparse_matrix
+from torch_geometric.utils import to_dense_batch
 
 import megagraph as mg
-from megagraph.data.structure import InducedSubgraph, hop_distances
+from megagraph.transforms import StructuralBias, to_dense_pairs
 
-MAX_DISTANCE = 6
-BUCKETS = MAX_DISTANCE + 3  # 0 .. MAX_DISTANCE hops, further or unreachable, and pairs with the token
-TOKEN = BUCKETS - 1
-
-
-def hop_buckets(batch) -> tuple[Tensor, Tensor]:
-    """Buckets uint8 [B, n + 1, n + 1] and padding bool [B, n + 1] of a PyG batch; the token stands last."""
-    nodes, present = to_dense_batch(torch.arange(batch.num_nodes), batch.batch, fill_value=-1)  # [B, n]
-    graph = to_scipy_sparse_matrix(batch.edge_index, num_nodes=batch.num_nodes).tocsr().sorted_indices()
-    starts, columns, _ = InducedSubgraph(graph.indptr, graph.indices)(nodes.numpy())
-    hops = np.empty((*nodes.shape, nodes.shape[1]), np.uint8)
-    hop_distances(starts, columns, MAX_DISTANCE, range(nodes.shape[1]), hops)
-    index = nn.functional.pad(torch.from_numpy(hops), (0, 1, 0, 1), value=TOKEN)
-    return index, nn.functional.pad(~present, (0, 1), value=False)
+HOPS, MAX_DEGREE = 6, 63
+TOKEN = HOPS + 2  # buckets: 0 .. HOPS hops, further or unreachable, and pairs with the token
 
 
 class Layer(nn.Module):
@@ -45,18 +32,19 @@ class Graphormer(nn.Module):
     def __init__(self, in_features: int, num_classes: int, dim: int = 32, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.features = nn.Linear(in_features, dim)
-        self.degrees = nn.Embedding(64, dim)  # centrality encoding
+        self.degrees = nn.Embedding(MAX_DEGREE + 1, dim)  # centrality encoding
         self.token = nn.Parameter(torch.randn(dim))
-        self.table = nn.Parameter(torch.randn(heads, BUCKETS))  # spatial encoding, of all layers
+        self.table = nn.Parameter(torch.randn(heads, TOKEN + 1))  # spatial encoding, of all layers
         self.layers = nn.ModuleList(Layer(dim, heads) for _ in range(layers))
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, num_classes))
 
     def forward(self, batch) -> Tensor:
-        codes = self.degrees(degree(batch.edge_index[0], batch.num_nodes).long().clamp(max=63))
-        x, _ = to_dense_batch(self.features(batch.x) + codes, batch.batch)  # [B, n, dim]
+        x, present = to_dense_batch(self.features(batch.x) + self.degrees(batch.degrees), batch.batch)  # [B, n, dim]
+        # the token stands last
         x = torch.cat([x, self.token.expand(len(x), 1, -1)], dim=1)
-        index, padding = hop_buckets(batch)
-        bias = mg.BucketBias(index, self.table)
+        padding = nn.functional.pad(~present, (0, 1), value=False)
+        index = nn.functional.pad(to_dense_pairs(batch.hop_buckets, batch.batch), (0, 1, 0, 1), value=TOKEN)
+        bias = mg.BucketBias(index, self.table)  # uint8 [B, n + 1, n + 1], one for all layers
         for layer in self.layers:
             x = layer(x, bias, padding)
         return self.head(x[:, -1])
@@ -75,7 +63,8 @@ def rings(*sizes: int) -> Data:
 
 
 torch.manual_seed(0)
-graphs = [rings(12) if i % 2 else rings(6, 6) for i in range(200)]
+transform = StructuralBias(hops=HOPS, max_degree=MAX_DEGREE)  # or transform= and pre_transform= of a data set of PyG
+graphs = [transform(rings(12) if i % 2 else rings(6, 6)) for i in range(200)]
 train, test = DataLoader(graphs[:160], batch_size=32, shuffle=True), DataLoader(graphs[160:], batch_size=40)
 model = Graphormer(in_features=1, num_classes=2)
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)

@@ -1,7 +1,4 @@
-"""One typed configuration of a training run; the command line's flags are its fields.
-
-A default that belongs to a model or to batches is written there.
-"""
+"""One typed configuration of a training run; its fields are the flags. Defaults of models and batches are theirs."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not 
     "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
     "shard",
 )  # fmt: skip
-_SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")  # what guides a search of them
+SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")  # what guides a search of them
 FREE_FIELDS = (  # what the numbers of a run do not depend on
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
-    "bad_steps", "timeout", "trace", "tensorboard", *_SEARCH_FIELDS, *LAYOUT_FIELDS,
+    "bad_steps", "timeout", "trace", "tensorboard", *SEARCH_FIELDS, *LAYOUT_FIELDS,
 )  # fmt: skip
 
 _AT_MOST = {"seed": (1 << 63) - 1, "workers": 1024, "channels": 1024}  # others fit into 32 bits
@@ -82,8 +79,7 @@ class TrainConfig:
     global_tokens: int = BatchOptions.global_tokens
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"
-    """projected: adjacency powers; bucket: hop distances; auto: bucket but for ego batches of
-    hierarchical."""
+    """projected: adjacency powers; bucket: hop distances; auto: bucket but for ego batches of hierarchical."""
     channels: int = BatchOptions.channels
     """Adjacency powers of a projected bias."""
     power_scope: Scope = BatchOptions.power_scope
@@ -163,9 +159,11 @@ class TrainConfig:
     """pp,cp,dp: pipeline stages, ranks that share a sequence, groups that share a batch; torchrun starts pp*cp*dp.
     auto: measure this machine and take the fastest plan that fits. PLAN.json: of megagraph search --out, or a run."""
     pp: int | None = None
-    """With --plan auto: no other number of pipeline stages; so with cp and dp."""
+    """With --plan auto: no other number of pipeline stages."""
     cp: int | None = None
+    """The same of ranks that share a sequence."""
     dp: int | None = None
+    """The same of groups that share a batch."""
     memory_gib: float | None = None
     """With --plan auto: what a process may use; default all of a GPU, or its part of this machine's memory."""
     any_fit: bool = False
@@ -296,7 +294,7 @@ class TrainConfig:
 
     def _take_plan_file(self) -> None:
         """In place of the file, the fields of its plan."""
-        names = [name for name in (*LAYOUT_FIELDS, *_SEARCH_FIELDS) if name != "plan"]
+        names = [name for name in (*LAYOUT_FIELDS, *SEARCH_FIELDS) if name != "plan"]
         given = [name for name in names if getattr(self, name) != getattr(TrainConfig, name)]
         if given:
             raise ValueError(

@@ -276,7 +276,6 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
         Run.open(run).check_output(Path(out))
         if Path(out).suffix not in (".npy", *_TABLES):
             raise ValueError(f"out must end in .npy, .csv or .parquet, got {out}")
-        files.check_place(Path(out))
     opened = open_run(run, data, changes)
     config, graph, pipeline = opened.config, opened.graph, opened.pipeline
     nodes = np.arange(graph.num_nodes)

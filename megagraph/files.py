@@ -5,6 +5,7 @@ A checksum (XXH3, 128 bits) finds damage, not malice: whoever can write a file c
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -28,9 +29,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         FileExistsError: at ``path`` is something else, such as a folder or a device.
+        FileNotFoundError: its folder is not there.
     """
     if os.path.lexists(path) and not (path.is_file() or path.is_symlink()):
         raise FileExistsError(f"expected a file, or nothing, at {path} to write it, got something else; name another")
+    check_folder(path)
     partial = path.parent / f"{path.name}.partial"
     with suppress(FileNotFoundError):
         partial.unlink()  # of a process that was killed
@@ -48,10 +51,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     sync_folder(path.parent)
 
 
-def check_place(path: Path) -> None:
-    """Raise FileNotFoundError, before any work, if there is no folder to write a file into."""
+def check_folder(path: Path) -> None:
+    """Raise FileNotFoundError where there is no folder to write ``path`` in."""
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"expected a folder for {path}, but there is no folder {path.parent}; make it first")
+        raise FileNotFoundError(
+            f"expected a folder to write {path} in, got {path.parent}, which is none; make it before"
+        )
 
 
 def write(path: Path, content: bytes | str) -> None:
@@ -104,10 +109,38 @@ def read_json(path: Path, what: str, *, by_hand: bool = False) -> dict[str, Any]
     return values
 
 
-def parse_json(path: Path, what: str, again: str = "write it again") -> Any:
-    """What a JSON file holds; ValueError where it is none, with what to do."""
-    if path.exists() and not path.is_file():  # to read a pipe is to wait for who writes it
+def meant(path: Path) -> str:
+    """What an error adds of a path where nothing is: a name beside it that may have been meant, or nothing."""
+    if path.exists():
+        return ""
+    try:
+        names = {name.lower(): name for name in os.listdir(path.parent)}
+    except OSError:
+        return f" (there is no folder {path.parent})"
+    close = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.75)
+    return f" (did you mean {path.parent / names[close[0]]}?)" if close else ""
+
+
+def check_readable(path: Path, what: str, again: str) -> None:
+    """Raise FileNotFoundError or ValueError, with what to do, where ``path`` is no file."""
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"expected {what}, got {path}, which does not exist{meant(path)}; {again}")
+    if not path.is_file():  # to read a pipe is to wait for who writes it
         raise ValueError(f"expected {what}, got {path}, which is no file; {again}")
+
+
+def read_text(path: Path, what: str, again: str = "name another") -> str:
+    """What a text file holds; FileNotFoundError or ValueError where it is none."""
+    check_readable(path, what, again)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"expected {what}, got {path}, which is no text in UTF-8 ({error}); {again}") from error
+
+
+def parse_json(path: Path, what: str, again: str = "write it again") -> Any:
+    """What a JSON file holds; FileNotFoundError or ValueError where it is none, with what to do."""
+    check_readable(path, what, again)
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -137,29 +170,38 @@ def typed(kind: type[T], values: Any, what: str) -> T:
     """
     hints = get_type_hints(kind)
     if not isinstance(values, dict) or not values.keys() <= hints.keys():
-        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {values}")
-    fields = {}
-    for name, value in values.items():
-        if isinstance(value, str) and Path in (hints[name], *get_args(hints[name])):
-            value = Path(value)
-        if isinstance(value, list) and get_origin(hints[name]) is tuple:
-            value = tuple(value)
-        fields[name] = value
+        got = repr(values)
+        got = got if len(got) <= 200 else f"{got[:200]}..."
+        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {got}")
+    fields = {name: _as_hinted(hints[name], value) for name, value in values.items()}
     made = error = None
     try:
         made = kind(**fields)
     except (TypeError, AttributeError, OverflowError) as caught:  # a type that the checks of its values do not expect
         error = caught
     for name, value in fields.items():
-        if isinstance(value, bool) and bool not in (hints[name], *get_args(hints[name])):  # Python's bool is an int
-            raise ValueError(f"expected {what} whose {name} is right, got {value!r}: it is no {hints[name]}")
-        try:
-            check_type(value, hints[name])
-        except TypeCheckError as wrong:
-            raise ValueError(f"expected {what} whose {name} is right, got {value!r}: {wrong}") from wrong
+        of_type(hints[name], value, what, name)
     if made is None:
         raise ValueError(f"expected {what}, got one that is not whole: {error}") from error
     return made
+
+
+def of_type(hint: Any, value: Any, what: str, name: str) -> Any:
+    """A value of a JSON object, a path or tuple where these are hinted; ValueError if it is of another type."""
+    value = _as_hinted(hint, value)
+    if isinstance(value, bool) and bool not in (hint, *get_args(hint)):  # Python's bool is an int
+        raise ValueError(f"expected {what} whose {name} is right, got {value!r}: it is no {hint}")
+    try:
+        check_type(value, hint)
+    except TypeCheckError as wrong:
+        raise ValueError(f"expected {what} whose {name} is right, got {value!r}: {wrong}") from wrong
+    return value
+
+
+def _as_hinted(hint: Any, value: Any) -> Any:
+    if isinstance(value, str) and Path in (hint, *get_args(hint)):
+        return Path(value)
+    return tuple(value) if isinstance(value, list) and get_origin(hint) is tuple else value
 
 
 def _of_values(values: dict[str, Any]) -> str:

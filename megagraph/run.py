@@ -85,7 +85,9 @@ class Run:
         folder = _folder(config)
         fresh = not folder.exists()
         if config.resume not in (None, AUTO) and not (folder / "run.json").is_file():
-            raise FileNotFoundError(f"{folder} must be the folder of a run to resume, but it holds no run.json")
+            raise FileNotFoundError(
+                f"{folder} must be the folder of a run to resume, but it holds no run.json{files.meant(folder)}"
+            )
         if not fresh:
             cls._check_ours(folder, config)  # before a lock is written beside files of others
         try:
@@ -94,7 +96,8 @@ class Run:
         except TimeoutError:
             raise
         except OSError as error:
-            raise type(error)(f"the run folder {folder} cannot be written: {error}; pass another --out") from error
+            said = error.strerror or error
+            raise type(error)(f"the run folder {folder} cannot be written: {said}; pass another --out") from error
         try:
             cls._check_ours(folder, config)  # anew: another process may just have made a run of it
             if not (folder / "run.json").exists():
@@ -123,8 +126,7 @@ class Run:
         except BaseException:
             lock.release()
             if fresh:
-                with suppress(OSError):
-                    folder.rmdir()
+                _remove_empty(folder)
             raise
 
     @classmethod
@@ -175,7 +177,9 @@ class Run:
         folder = Path(folder)
         for name in ("config.json", "run.json"):
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder} must be the folder of a run to resume, but it holds no {name}")
+                raise FileNotFoundError(
+                    f"{folder} must be the folder of a run to resume, but it holds no {name}{files.meant(folder)}"
+                )
         config = Run(folder, id=_marker(folder)["id"]).config
         return replace(config.with_plan(Plan()) if new_plan else config, out=folder, resume=folder)
 
@@ -187,7 +191,9 @@ class Run:
             FileNotFoundError, ValueError: it is not the folder of a run.
         """
         if not (folder / "run.json").is_file():
-            raise FileNotFoundError(f"{folder} must be the folder of a run, but it holds no run.json")
+            raise FileNotFoundError(
+                f"{folder} must be the folder of a run, but it holds no run.json{files.meant(folder)}"
+            )
         return cls(folder, id=_marker(folder)["id"])
 
     @classmethod
@@ -201,12 +207,15 @@ class Run:
         folder = Path(folder)
         for name in ("config.json", "model.json", _WEIGHTS, "run.json"):
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder} must be the folder of a run, but it holds no {name}")
+                raise FileNotFoundError(
+                    f"{folder} must be the folder of a run, but it holds no {name}{files.meant(folder)}"
+                )
         return cls(folder, id=_marker(folder)["id"], writes=False)
 
     def check_output(self, path: Path, own: str | None = None) -> None:
         """Raise FileExistsError if what is to be written at ``path`` would replace a file of the run other than
-        ``own``, or a link."""
+        ``own``, or a link, and FileNotFoundError if there is no folder for it."""
+        files.check_folder(path)
         inside = path.parent.resolve() == self.folder.resolve() and path.name in _OURS and path.name != own
         if inside or (self.folder / "checkpoints").resolve() in path.resolve().parents or path.is_symlink():
             raise FileExistsError(
@@ -226,8 +235,7 @@ class Run:
                     files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
                 if self._lock is not None:
                     self._lock.release()
-                with suppress(OSError):
-                    self.folder.rmdir()
+                _remove_empty(self.folder)
 
     @property
     def config(self) -> TrainConfig:
@@ -401,6 +409,13 @@ def _folder(config: TrainConfig) -> Path:
         return config.out
     name = launch() or time.strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{Path(config.dataset).stem}-{name}"
+
+
+def _remove_empty(folder: Path) -> None:
+    """And the one that runs have by default, where nothing else is in it."""
+    for place in (folder, *(parent for parent in folder.parents if parent == Path("runs"))):
+        with suppress(OSError):
+            place.rmdir()
 
 
 def _marker(folder: Path) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_the_command(runs, tmp_path):
     for arguments, message in (
         ((tmp_path,), "must be the folder of a run"),
         ((runs[0], "--out", runs[0] / "config.json"), "is a file of the run; pass another --out"),
-        ((runs[0], "--out", tmp_path / "no" / "r.html"), f"there is no folder {tmp_path / 'no'}; make it first"),
+        ((runs[0], "--out", tmp_path / "no" / "r.html"), "which is none; make it before"),
     ):
         done = Command("report", *arguments).finish()
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr

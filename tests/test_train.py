@@ -298,7 +298,7 @@ def test_command_line(tmp_path):
     np.testing.assert_array_equal(columns.select(columns.columns[2:]).to_numpy(), found)
     for place, message in (
         ("p.txt", "out must end in .npy, .csv or .parquet, got"),
-        ("no/p.csv", "there is no folder"),
+        ("no/p.csv", "which is none; make it before"),
     ):
         done = Command("predict", out, "--out", tmp_path / place).finish()
         assert done.returncode == 1 and message in done.stderr and "reading" not in done.stderr

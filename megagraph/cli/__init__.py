@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -15,13 +16,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tyro
 
 from megagraph import __version__
 from megagraph.cli.data import data
-from megagraph.cli.groups import in_groups, read_config
+from megagraph.cli.groups import in_groups, read_config, unknown
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot, report
@@ -108,21 +109,19 @@ def evaluate(
     return Job(job)
 
 
-def _defaults() -> TrainConfig:
+def _defaults() -> Any:
     """Of the flags of train: those of --config, or with --resume those of the run, but for its layout where another
     --plan is given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
-    parser.add_argument("--resume", type=Path)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plan")
-    parser.add_argument("--config", type=Path)
+    for flag, kind in {"resume": Path, "out": Path, "plan": str, "config": Path}.items():
+        parser.add_argument(f"--{flag}", type=kind, nargs="?")  # where a value is missing tyro says so
     given, _ = parser.parse_known_args()
     folder = given.out if given.resume == AUTO else given.resume
     if given.config is not None:
         if given.resume is not None:
             raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
-        return read_config(given.config)
+        return read_config(given.config, new_plan=given.plan is not None)
     if folder is None or (given.resume == AUTO and not (folder / "config.json").is_file()):
         return TrainConfig()
     from megagraph.run import Run
@@ -182,7 +181,8 @@ def _parse() -> Job:
             )
     except SystemExit as stop:
         if stop.code:
-            raise ValueError(f"cannot read the command line\n{said.getvalue().rstrip()}") from None
+            text = said.getvalue().rstrip()
+            raise ValueError(unknown(words, text) or f"cannot read the command line\n{text}") from None
         raise
 
 
@@ -206,9 +206,19 @@ def main() -> None:
     except BaseException as error:
         named = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError, MemoryError)
         short = isinstance(error, named) or _says_enough(error)
-        message = f"megagraph: error: {error}" if short else traceback.format_exc()
+        message = f"megagraph: error: {_said(error)}" if short else traceback.format_exc()
         print(message, file=sys.stderr, flush=True)
         _end(1)
+
+
+def _said(error: BaseException) -> str:
+    """An error of the system says what it was, but not of what, nor what to do."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    what = "" if error.filename is None else f" {error.filename}"
+    full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    do = "make room, or name another folder" if full else "look at its name and rights, or name another"
+    return f"could not {'write' if full else 'read or write'}{what}: {error.strerror}; {do}"
 
 
 def _says_enough(error: BaseException) -> bool:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
 import docstring_parser
 import tyro
 
+from megagraph import files
 from megagraph.cli.job import Job
-from megagraph.config import TrainConfig
+from megagraph.config import LAYOUT_FIELDS, SEARCH_FIELDS, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,11 @@ GROUPS = {
 }  # fmt: skip
 
 
-def in_groups(command: Callable[..., Job], defaults: TrainConfig, *, usual: bool) -> Callable[..., Job]:
+def in_groups(command: Callable[..., Job], defaults: Any, *, usual: bool) -> Callable[..., Job]:
     """A command whose first argument is a ``TrainConfig``, with the fields of that as flags in groups.
 
     Args:
-        defaults: what flags are that are not given.
+        defaults: what flags are that are not given, each an attribute.
         usual: without the rare ones, to be looked at only.
     """
     flags = _flags(defaults, usual)
@@ -103,7 +105,7 @@ def in_groups(command: Callable[..., Job], defaults: TrainConfig, *, usual: bool
     return run
 
 
-def _flags(defaults: TrainConfig, usual: bool) -> Any:
+def _flags(defaults: Any, usual: bool) -> Any:
     hints = get_type_hints(TrainConfig)
     said = {
         part.arg_name: " ".join((part.description or "").split())
@@ -120,40 +122,73 @@ def _flags(defaults: TrainConfig, usual: bool) -> Any:
     return make_dataclass("Flags", whole, frozen=True, kw_only=True)(**groups)
 
 
-def read_config(path: Path) -> TrainConfig:
-    """The configuration in a TOML file of the flags' names, or in the config.json of a run.
+def read_config(path: Path, *, new_plan: bool = False) -> Any:
+    """The flags in a TOML file of their names, or in the config.json of a run, each an attribute; whether they go
+    together is seen once those of the command line have taken the place of some.
+
+    Args:
+        new_plan: another plan will be put in, so the layout of a run is not taken over.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such file, or a name or value of it is wrong.
+        FileNotFoundError, ValueError: there is no such file, or a name or the type of a value is wrong.
     """
-    text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"expected the config.json of a run in {path}: {error}") from error
-        begun = ("resume", "resume_step", "out")  # of that run, not of this one
-        given = {name: value for name, value in values.items() if name not in begun} if type(values) is dict else {}
-        given.pop("checksum", None)
+        given = files.read_json(path, "the config.json of a run", by_hand=True)
+        not_taken = {"run_id", "resume", "resume_step", "out"}  # of that run, not of this one
+        not_taken |= {*LAYOUT_FIELDS, *SEARCH_FIELDS} if new_plan else set()
+        given = {name: value for name, value in given.items() if name not in not_taken}
     else:
-        given = {name.replace("-", "_"): value for name, value in _parse_toml(path, text).items()}
-    known = [own.name for own in fields(TrainConfig)]
-    for name in given:
-        if name not in known:
-            meant = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(
-                f"expected names of flags in {path}, got {name!r}"
-                + (f"; did you mean {meant[0]!r}?" if meant else "; megagraph train --help-all lists them")
-            )
-    return TrainConfig.from_json({own.name: own.default for own in fields(TrainConfig)} | given)
+        given = _read_toml(path)
+    hints = get_type_hints(TrainConfig)
+    values = {own.name: own.default for own in fields(TrainConfig)}
+    for name, value in given.items():
+        if name not in values:
+            said = meant(name, values) or "; megagraph train --help-all lists them"
+            raise ValueError(f"expected names of flags in {path}, got {name!r}{said}")
+        values[name] = files.of_type(hints[name], value, f"flags in {path}", name)
+    return SimpleNamespace(**values)
 
 
-def _parse_toml(path: Path, text: str) -> dict[str, Any]:
+def _read_toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(text)
+        values = tomllib.loads(files.read_text(path, "flags"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"expected TOML such as epochs = 20 in {path}: {error}") from error
+    given = {name.replace("-", "_"): value for name, value in values.items()}
+    if len(given) < len(values):
+        raise ValueError(f"expected each flag once in {path}, got one with - and with _: {', '.join(values)}")
+    return given
+
+
+_OTHER_NAMES = {"lr": "learning_rate", "hidden_dim": "dim", "num_layers": "layers", "num_heads": "heads"}
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What an error says of a name that is none: which one it may mean, or nothing."""
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    found = _OTHER_NAMES.get(name.lower()) or (close[0] if close else None)
+    return f"; did you mean {found}?" if found else ""
+
+
+def unknown(words: list[str], said: str) -> str | None:
+    """In place of what tyro says of a command or a flag that there is not: what there is, and which is meant."""
+    wrong = re.search(r"Unrecognized options: ([^\s,]+)", said)
+    if wrong is None:
+        return None
+    word, there = wrong[1], re.search(r"Available subcommands:([\w,\s]+)", said)
+    if there is not None:
+        commands = re.findall(r"\w+", there[1])
+        return f"expected one of the commands {', '.join(commands)}, got {word!r}{meant(word, commands)}"
+    if not word.startswith("--"):
+        return None
+    command, own = words[0], [own.name for own in fields(TrainConfig)] + ["config"]
+    if command in ("train", "profile"):
+        found = meant(word.partition("=")[0][2:].replace("-", "_"), own).replace("mean ", "mean --").replace("_", "-")
+    else:  # tyro's suggestions are good where flags are few
+        near = re.search(r"Perhaps you meant:\s+(--[\w-]+)", said)
+        found = "" if near is None else f"; did you mean {near[1]}?"
+    return f"expected flags of megagraph {command}, got {word}{found or '; --help lists them'}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megagraph import files
 from megagraph.data.graph import Graph, Split
 from megagraph.data.npz import load_npz
 from megagraph.data.store import open_store
@@ -105,10 +106,10 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     source = source or _SOURCES.get(dataset.lower())  # PyG writes CiteSeer
     if source is None:
         names = ["synthetic", *_SOURCES]
-        meant = difflib.get_close_matches(dataset.lower(), names, n=1)
+        close = difflib.get_close_matches(dataset.lower(), names, n=1)
+        meant = files.meant(Path(dataset)) or (f"; did you mean {close[0]!r}?" if close else "")
         raise ValueError(
-            f"expected one of {', '.join(names)}, a path to an .npz file, or a store folder, got {dataset!r}"
-            + (f"; did you mean {meant[0]!r}?" if meant else "")
+            f"expected one of {', '.join(names)}, a path to an .npz file, or a store folder, got {dataset!r}{meant}"
         )
     if root is None:
         raise ValueError(f"expected a folder for {dataset}, got none; name it with --root")

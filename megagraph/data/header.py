@@ -68,7 +68,10 @@ def load_header(folder: Path) -> dict[str, Any]:
     """The header of a store, with its fields checked."""
     path, what = folder / "header.json", "the header of a graph store"
     if not path.is_file():
-        raise FileNotFoundError(f"expected a graph store, got {folder} without header.json")
+        raise FileNotFoundError(
+            f"expected a graph store, got {folder} without header.json{files.meant(folder)}; "
+            "megagraph data import makes one"
+        )
     if (size := path.stat().st_size) > _MAX_HEADER_BYTES:
         raise ValueError(f"expected {what} of at most {_MAX_HEADER_BYTES} bytes, got {size} in {path}")
     old: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import scipy.sparse as sp
 
+from megagraph import files
 from megagraph.data.graph import Graph, check_unweighted
 
 
@@ -22,7 +23,9 @@ def load_npz(path: Path) -> Graph:
         FileNotFoundError, ValueError: no such file, or one that is damaged; names it.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"expected an .npz file, got {path}, which does not exist or is no file")
+        raise FileNotFoundError(
+            f"expected an .npz file, got {path}, which does not exist or is no file{files.meant(path)}"
+        )
     values = _read_npz(path)
     try:
         adjacency, x = _csr(values, "adj", np.float64), _csr(values, "attr", np.float32)

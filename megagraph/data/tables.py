@@ -68,6 +68,10 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
 def write_tables(graph: Graph, folder: Path) -> tuple[Path, Path]:
     """nodes.csv with ids, labels, split and features, and edges.csv, each edge once."""
     polars = _polars()
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(
+            f"expected a folder, or nothing, at {folder} to write tables in, got a file; name another"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "nodes.csv", folder / "edges.csv"
     names = graph.names
@@ -94,7 +98,10 @@ def write_tables(graph: Graph, folder: Path) -> tuple[Path, Path]:
     )
     for path, table in zip(paths, tables, strict=True):
         with files.replacing(path) as file:
-            polars.DataFrame(table).write_csv(file)
+            try:
+                polars.DataFrame(table).write_csv(file)
+            except OSError as error:  # of Rust: without a number
+                raise OSError(f"could not write {path}: {error}; make room, or name another folder") from error
     return paths
 
 
@@ -110,7 +117,9 @@ def _read(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
     """A file, these columns as words, by place or name."""
     polars = _polars()
     if not path.is_file():
-        raise FileNotFoundError(f"expected a CSV or Parquet file, got {path}, which does not exist or is no file")
+        raise FileNotFoundError(
+            f"expected a CSV or Parquet file, got {path}, which does not exist or is no file{files.meant(path)}"
+        )
     log.info(f"reading {path}")
     kind = [suffix for suffix in path.suffixes if suffix != ".gz"][-1:]
     try:

@@ -117,7 +117,7 @@ def test_a_call_waits_for_nothing_and_copies_nothing(form):
     call(problem, problem.inputs)
     for plan in plans.values():
         plan._runs = [lambda *_: None] * len(plan._kernels)  # the interpreter's own operations are not ours
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as prof:
         call(problem, problem.inputs)
     ran = {event.key.removeprefix("aten::") for event in prof.key_averages() if event.key.startswith("aten::")}
     views = {"view", "transpose", "expand", "as_strided", "slice", "flatten", "unflatten", "detach", "reshape"}
