@@ -46,7 +46,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
         >>> said = dry_run(mg.TrainConfig(max_steps=2, **small))
         >>> said["sequence_nodes"], said["steps"]
-        (161, 2)
+        (189, 2)
     """
     with process_group(config.timeout):
         plan = None if config.plan == "auto" else config.parallel_plan()

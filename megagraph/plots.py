@@ -42,7 +42,8 @@ def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) 
     score.set_ylim(*score_limits([x for x in (*shown, *majorities) if x is not None], nodes))
     handles, labels = score.get_legend_handles_labels()
     first = {label: handle for handle, label in zip(reversed(handles), reversed(labels), strict=True)}
-    score.legend([*reversed(first.values())], [*reversed(first)], fontsize="small")
+    shown_by = [*reversed(first.values())], [*reversed(first)]
+    figure.legend(*shown_by, loc="outside lower center", ncols=2 * columns, fontsize="small", frameon=False)
     figure.suptitle(_text(runs[0].title) if len(runs) == 1 else f"{len(runs)} runs", fontsize="medium")
     figure.savefig(path, dpi=120)
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import megagraph as mg
+from megagraph.board import Board
 from megagraph.run import Run
 from tests.checkpoint_cases import config, graph, stop_at
 
@@ -50,3 +51,14 @@ def test_one_error_before_the_work_where_it_is_not_installed(tmp_path, monkeypat
     with pytest.raises(ImportError, match="--tensorboard needs the package tensorboard, pip install tensorboard"):
         mg.Trainer(config(tmp_path / "run", tensorboard=True, dataset="not even looked for")).fit()
     assert not (tmp_path / "run").exists()
+
+
+def test_an_epoch_that_is_the_first_line_of_a_start_counts_at_its_last_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    board = Board(tmp_path)
+    board.log({"changes": {}, "from_step": 3})
+    board.log({"epoch": 0, "val_accuracy": 0.5, "val_roc_auc": None})
+    board.log({"step": 3, "loss": 2.0})
+    board.close()
+    assert scalars(tmp_path / "tensorboard") == {"validation/accuracy": [(2, 0.5)], "step/loss": [(3, 2.0)]}

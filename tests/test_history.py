@@ -68,7 +68,7 @@ def test_curves_show_what_is_in_the_files(runs, tmp_path, monkeypatch):
     low, high = score.get_ylim()
     assert high - low >= 2 / 20**0.5 - 1e-9 and score.get_ylabel() == "accuracy"
     assert one.get_suptitle() == finished.title
-    legend = [text.get_text() for text in two.axes[1].get_legend().get_texts()]
+    legend = [text.get_text() for text in two.legends[0].get_texts()]
     assert legend[:2] == [r" _\$finished\$, validation", r" _\$finished\$, test"] and "stopped, test" in legend
     assert legend.count("best epoch") == 1 and two.get_suptitle() == "2 runs"
 
