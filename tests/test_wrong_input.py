@@ -48,7 +48,7 @@ CASES = [
     (None, "Train", r"got 'Train'; did you mean train\?"),
     (None, "xyzzy", r"expected one of the commands .*, got 'xyzzy'$"),
     (None, "plot timelin", r"expected one of the commands timeline, .*got 'timelin'; did you mean timeline\?"),
-    (None, "plot", r"Expected one of \{timeline, bias"),
+    (None, "plot", r"Expected one of \{timeline, curves, bias"),
     (None, "data imprt", r"got 'imprt'; did you mean import\?"),
     (None, "data", r"Expected one of \{import, export"),
     (None, "train --epoch 3", r"expected flags of megagraph train, got --epoch; did you mean --epochs\?"),
@@ -112,7 +112,7 @@ CASES = [
         "predict finished --out nodir/p.npy",
         r"expected a folder to write nodir/p.npy in, got nodir, .*make it before",
     ),
-    (None, "predict finished --out p.txt", r"out must end in .npy or .csv, got p.txt"),
+    (None, "predict finished --out p.txt", r"out must end in .npy, .csv or .parquet, got p.txt"),
     (
         None,
         "predict finished --out finished/model.json",
