@@ -195,7 +195,7 @@ def _votes(
     a one to count them."""
     pipeline.train(False)
     batches = loader.epoch(0)
-    for batch in pipeline.receive(Progress(batches, what, len(batches))):
+    for batch in Progress(pipeline.receive(batches), what, len(batches)):
         between()
         batch = change(batch)
         scores = pipeline.logits(batch)

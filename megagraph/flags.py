@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ def integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...]
     if len(numbers) != count:
         raise ValueError(f"{name} must be {expected} such as {','.join(map(str, range(1, count + 1)))}, got {text!r}")
     return numbers
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Which of the known ones a name may mean that is none of them."""
+    return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1)), None)
 
 
 def short(value: Any) -> str:

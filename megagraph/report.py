@@ -44,7 +44,6 @@ def report(folders: Sequence[Path | str], out: Path | str) -> None:
     paths, out = [Path(folder) for folder in folders], Path(out)
     if not paths:
         raise ValueError("expected the folder of a run, or several, got none")
-    files.check_folder(out)
     runs = [Run.of(path) for path in paths]
     for run in runs:
         run.check_output(out)

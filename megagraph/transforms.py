@@ -11,6 +11,7 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
 from megagraph.attention.fields import MASKED_BUCKET, MAX_BUCKETS, MAX_CHANNELS
+from megagraph.data.coarsen import normalized_adjacency
 
 
 class StructuralBias(BaseTransform):
@@ -68,12 +69,11 @@ class StructuralBias(BaseTransform):
             buckets = np.minimum(distances, self.hops + 1).astype(np.uint8)
             data.hop_buckets = torch.from_numpy(buckets.reshape(-1))
         if self.powers:
-            scale = sp.diags_array((degrees + 1.0) ** -0.5)
-            step = scale @ (adjacency + sp.eye_array(n)) @ scale
+            step = normalized_adjacency(adjacency)
             channels = [step.toarray()]
             while len(channels) < self.powers:
                 channels.append(step @ channels[-1])
-            data.power_channels = torch.from_numpy(np.stack(channels, axis=-1).astype(np.float32).reshape(n * n, -1))
+            data.power_channels = torch.from_numpy(np.stack(channels, axis=-1).reshape(n * n, -1))
         if self.max_degree:
             data.degrees = torch.from_numpy(degrees.clip(max=self.max_degree))
         return data

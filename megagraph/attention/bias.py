@@ -109,9 +109,13 @@ class DenseBias:
             return _sparse_rows(self, "values", index)
         return DenseBias(self.values[:, :, index])
 
+    def of_pairs(self) -> Tensor:
+        """Of a sparse bias, [P, H]."""
+        return self.values
+
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H or 1, M, N]."""
-        return self.values if self.relation is None else _scattered(self.values, self.relation, -torch.inf)
+        return self.values if self.relation is None else _scattered(self.of_pairs(), self.relation, -torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,12 +188,16 @@ class BucketBias:
             return _sparse_rows(self, "index", index)
         return replace(self, index=self.index[:, index])
 
+    def of_pairs(self) -> Tensor:
+        """Of a sparse bias, [P, H]."""
+        masked = self.index == MASKED_BUCKET
+        return self.table.t()[self.index.long().masked_fill(masked, 0)].masked_fill(masked[:, None], -torch.inf)
+
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H, M, N]."""
-        masked = self.index == MASKED_BUCKET
         if self.relation is not None:
-            of_pairs = self.table.t()[self.index.long().masked_fill(masked, 0)].masked_fill(masked[:, None], -torch.inf)
-            return _scattered(of_pairs, self.relation, -torch.inf)
+            return _scattered(self.of_pairs(), self.relation, -torch.inf)
+        masked = self.index == MASKED_BUCKET
         values = self.table[:, self.index.long().masked_fill(masked, 0)].transpose(0, 1)
         return values.masked_fill(masked.unsqueeze(1), -torch.inf)
 
@@ -275,12 +283,16 @@ class ProjectedBias:
         mask = None if self.mask is None else self.mask[:, index]
         return replace(self, channels=self.channels[:, :, index], mask=mask)
 
+    def of_pairs(self) -> Tensor:
+        """Of a sparse bias, [P, H]."""
+        dtype = torch.promote_types(self.channels.dtype, self.weight.dtype)
+        return self.channels.to(dtype) @ self.weight.to(dtype).t()
+
     def materialize(self) -> Tensor:
         """The bias as a dense tensor [B or 1, H, M, N]."""
-        dtype = torch.promote_types(self.channels.dtype, self.weight.dtype)
         if self.relation is not None:
-            of_pairs = self.channels.to(dtype) @ self.weight.to(dtype).t()
-            return _scattered(of_pairs, self.relation, -torch.inf)
+            return _scattered(self.of_pairs(), self.relation, -torch.inf)
+        dtype = torch.promote_types(self.channels.dtype, self.weight.dtype)
         values = torch.einsum("bcmn,hc->bhmn", self.channels.to(dtype), self.weight.to(dtype))
         return values if self.mask is None else values.masked_fill(self.mask.unsqueeze(1), -torch.inf)
 

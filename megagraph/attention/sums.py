@@ -6,7 +6,6 @@ from functools import reduce
 from math import prod
 
 import torch
-from torch import Tensor
 
 from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS
@@ -57,7 +56,7 @@ def _sum(a: Summand, b: Summand) -> Summand:
     if isinstance(a, ProjectedBias) and isinstance(b, ProjectedBias) and sum(sizes) <= MAX_CHANNELS:
         return _of_channels(a, b)
     if a.relation is not None:
-        return DenseBias(_of_pairs(a) + _of_pairs(b), a.relation)
+        return DenseBias(a.of_pairs() + b.of_pairs(), a.relation)
     return DenseBias(a.materialize() + b.materialize())
 
 
@@ -78,13 +77,3 @@ def _of_channels(a: ProjectedBias, b: ProjectedBias) -> ProjectedBias:
     masks = [x for x in (a.mask, b.mask) if x is not None]
     mask = reduce(torch.logical_or, masks) if masks else None
     return ProjectedBias(torch.cat(channels, dim=1), torch.cat([a.weight, b.weight], dim=1), mask, a.relation)
-
-
-def _of_pairs(bias: Summand) -> Tensor:
-    """[P, H], of a sparse bias."""
-    if isinstance(bias, DenseBias):
-        return bias.values
-    if isinstance(bias, ProjectedBias):
-        return bias.channels @ bias.weight.t().to(bias.channels.dtype)
-    masked = bias.index == MASKED_BUCKET
-    return bias.table.t()[bias.index.long().masked_fill(masked, 0)].masked_fill(masked[:, None], -torch.inf)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import functools
 import io
 import json
 import logging
@@ -22,7 +21,7 @@ import tyro
 
 from megagraph import __version__
 from megagraph.cli.data import data
-from megagraph.cli.groups import in_groups, read_config, unknown
+from megagraph.cli.groups import flags_of_a_run, in_groups, read_config, unknown
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot, report
@@ -158,12 +157,12 @@ def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
     words = _take_log_level(sys.argv[1:])
-    run_flags = functools.partial(in_groups, defaults=_defaults(), usual=bool({"-h", "--help"} & {*words}))
+    run_flags = flags_of_a_run(_defaults(), usual=bool({"-h", "--help"} & {*words}))
     commands: dict[str, Callable[..., Job]] = {
-        "train": run_flags(train),
+        "train": in_groups(train, run_flags),
         "predict": predict,
         "evaluate": evaluate,
-        "profile": run_flags(profile),
+        "profile": in_groups(profile, run_flags),
         "fit": fit,
         "search": search,
         "plot": plot,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
@@ -18,6 +17,7 @@ import tyro
 from megagraph import files
 from megagraph.cli.job import Job
 from megagraph.config import LAYOUT_FIELDS, SEARCH_FIELDS, TrainConfig
+from megagraph.flags import closest
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,8 @@ GROUPS = {
 }  # fmt: skip
 
 
-def in_groups(command: Callable[..., Job], defaults: Any, *, usual: bool) -> Callable[..., Job]:
-    """A command whose first argument is a ``TrainConfig``, with the fields of that as flags in groups.
-
-    Args:
-        defaults: what flags are that are not given, each an attribute.
-        usual: without the rare ones, to be looked at only.
-    """
-    flags = _flags(defaults, usual)
+def in_groups(command: Callable[..., Job], flags: Any) -> Callable[..., Job]:
+    """A command whose first argument is a ``TrainConfig``, with the fields of that as ``flags_of_a_run``."""
     first, *others = inspect.signature(command).parameters.values()
     hints = get_type_hints(command, include_extras=True)
     config_help = "Values of flags from a file, such as epochs = 20 in TOML, or the config.json of a run."
@@ -105,7 +99,13 @@ def in_groups(command: Callable[..., Job], defaults: Any, *, usual: bool) -> Cal
     return run
 
 
-def _flags(defaults: Any, usual: bool) -> Any:
+def flags_of_a_run(defaults: Any, *, usual: bool) -> Any:
+    """The fields of a ``TrainConfig`` in groups, each group an attribute.
+
+    Args:
+        defaults: what flags are that are not given, each an attribute.
+        usual: without the rare ones, to be looked at only.
+    """
     hints = get_type_hints(TrainConfig)
     said = {
         part.arg_name: " ".join((part.description or "").split())
@@ -169,8 +169,7 @@ _OTHER_NAMES = {"lr": "learning_rate", "hidden_dim": "dim", "num_layers": "layer
 
 def meant(name: str, known: Iterable[str]) -> str:
     """What an error says of a name that is none: which one it may mean, or nothing."""
-    close = difflib.get_close_matches(name.lower(), known, n=1)
-    found = _OTHER_NAMES.get(name.lower()) or (close[0] if close else None)
+    found = _OTHER_NAMES.get(name.lower()) or closest(name, known)
     return f"; did you mean {found}?" if found else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from megagraph import files
 from megagraph.data.graph import Graph, Split
 from megagraph.data.npz import load_npz
 from megagraph.data.store import open_store
+from megagraph.flags import closest
 
 _CLASS_SIGNAL = 1.2  # synthetic class means: distance from the origin, in standard deviations of one feature
 
@@ -106,8 +106,8 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     source = source or _SOURCES.get(dataset.lower())  # PyG writes CiteSeer
     if source is None:
         names = ["synthetic", *_SOURCES]
-        close = difflib.get_close_matches(dataset.lower(), names, n=1)
-        meant = files.meant(Path(dataset)) or (f"; did you mean {close[0]!r}?" if close else "")
+        close = closest(dataset, names)
+        meant = files.meant(Path(dataset)) or (f"; did you mean {close!r}?" if close else "")
         raise ValueError(
             f"expected one of {', '.join(names)}, a path to an .npz file, or a store folder, got {dataset!r}{meant}"
         )

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -220,7 +220,7 @@ class CostModel:
         """``explain`` from the seconds of stages."""
         plan = work.plan
         passes = []
-        for sequences, slowness in self._replicas(work):
+        for sequences, slowness in set(self._replicas(work)):
             largest = sequences == work.batch_sequences
             own = work if largest else work.of_sequences(sequences)
             passes.append(self._passes(own, layers, tables if largest else self.stage_tables(own), slowness))
@@ -240,12 +240,12 @@ class CostModel:
             "loader stall": self.stall_seconds,
         }
 
-    def _replicas(self, work: RankWork) -> set[tuple[int, tuple[float, ...]]]:
-        """Sequences, and slowness of every rank of the pipeline, of replicas that differ."""
-        plan, slowness = work.plan, self._slowness(work.plan)
-        if not plan.shares:  # who has one sequence less does not matter
-            return {(work.batch_sequences, of_ranks) for of_ranks in slowness}
-        return set(zip(plan.sequences(work.whole_batch), slowness, strict=True))
+    def _replicas(self, work: RankWork) -> list[tuple[int, tuple[float, ...]]]:
+        """Of every replica, its sequences, and slowness of each rank of its pipeline."""
+        plan = work.plan
+        # without shares, who has one sequence less does not matter
+        dealt = plan.sequences(work.whole_batch) if plan.shares else plan.dp * [work.batch_sequences]
+        return list(zip(dealt, self._slowness(plan), strict=True))
 
     def _passes(
         self, work: RankWork, layers: Sequence[int], tables: StageTables, slowness: tuple[float, ...]
@@ -253,9 +253,7 @@ class CostModel:
         """Seconds of a replica: its slowest rank computes, the whole pipeline, and when each rank is done."""
         plan = work.plan
         forward, backward = self._stages(work, layers, tables, slowness)
-        wires = self._links.boundaries(plan, work.hidden_bytes)
-        shared = self._links.groups(plan)
-        seconds, ends = pipeline_seconds(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
+        seconds, ends = pipeline_seconds(plan, forward, backward, **self._ways(work))
         compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
         return compute, seconds, ends
 
@@ -273,20 +271,21 @@ class CostModel:
             )
         return forward, backward
 
+    def _ways(self, work: RankWork) -> dict[str, Any]:
+        """What messages of a pipeline take, as of :func:`simulate`."""
+        wires = self._links.boundaries(work.plan, work.hidden_bytes)
+        return {"wires": wires, "behind_data": self._gloo, "pipelines": self._links.groups(work.plan)}
+
     def replicas_on_paper(self, config: ModelConfig, plan: Plan, workload: Workload | None = None) -> list[Replica]:
         """What every dp replica does in a step."""
         whole = self.rank_work(config, plan, workload)
         layers = [len(stage) for stage in plan.stages(config.layers)]
-        wires = self._links.boundaries(plan, whole.hidden_bytes)
-        shared = self._links.groups(plan)
         replicas = []
-        dealt = plan.sequences(whole.whole_batch) if plan.shares else plan.dp * [whole.batch_sequences]
-        for sequences, slowness in zip(dealt, self._slowness(plan), strict=True):
+        for sequences, slowness in self._replicas(whole):
             work = whole if sequences == whole.batch_sequences else whole.of_sequences(sequences)
             seconds = self._stages(work, layers, self.stage_tables(work), slowness)
             forward, backward = (way.tolist() for way in seconds)
-            timeline = simulate(plan, forward, backward, wires, behind_data=self._gloo, pipelines=shared)
-            replicas.append(Replica(forward, backward, timeline))
+            replicas.append(Replica(forward, backward, simulate(plan, forward, backward, **self._ways(work))))
         return replicas
 
     def best_shares(self, work: RankWork, layers: Sequence[int], most: int) -> tuple[int, ...]:
