@@ -5,6 +5,7 @@
     python -m bench.data --step packing --root ROOT
     python -m bench.data --step prepare --root ROOT
     python -m bench.data --step throughput --root ROOT
+    python -m bench.data --step tables
 
 FOLDER is the graph that ``bench.paper.products_size --step generate`` leaves; ROOT holds Cora, CiteSeer, and
 wordnet30/raw/wordnet30.npz and debian12/raw/debian12.npz. Every measurement has a process of its own, whose peak memory
@@ -19,6 +20,8 @@ share of the edges that is within a sequence, by the packing that training uses 
 packing: the same two shares on real graphs, N' = 1024, over five seeds.
 prepare: what ``megagraph train`` computes once for a graph; Numba's cache is empty (cold), then as that left it.
 throughput: steps of ``megagraph train`` on debian12, from a loader with one worker and from batches in memory.
+tables: ``megagraph data import`` of nodes.csv, 10^6 word ids with two numbers, a word and a class, and of edges.csv,
+10^7 pairs of such ids, seed 0, on all cores.
 
 Numba's cache is empty at first everywhere: ``prepare_seconds`` and ``first_batch_seconds`` are with compilation.
 Seconds are by the clock, and of CPU time beside: on a busy machine these bound what the clock shows on an idle one.
@@ -82,7 +85,10 @@ TRAINING = {
 }
 WARM_STEPS, STEPS, SHARE_OF_PREBUILT = 5, 30, 0.9  # at least; the first steps use up what has been built ahead
 
-Step = Literal["ego", "cluster", "packing", "prepare", "throughput"]
+TABLES = {"nodes": 10**6, "edges": 10**7}
+TABLES_SECONDS, TABLES_BYTES = 60, 3 << 30  # at most
+
+Step = Literal["ego", "cluster", "packing", "prepare", "throughput", "tables"]
 
 
 def main(step: Step, products: Path | None = None, root: Path | None = None, child: str | None = None) -> None:
@@ -112,6 +118,8 @@ def _measure(step: Step, products: Path | None, root: Path | None, case: str) ->
         return _prepare(root, case)
     if step == "throughput":
         return _throughput(root, case)
+    if step == "tables":
+        return _tables()
     os.sched_setaffinity(0, {0})
     if products is None:
         raise SystemExit(f"--step {step} needs --products")
@@ -316,6 +324,23 @@ def _throughput(root: Path | None, case: str) -> dict[str, Any]:
         "stall_seconds": {"median": float(np.median(stalls)), "mean": float(np.mean(stalls)), "max": max(stalls)},
         "sequence_nodes": builder.sequence_nodes,
     }
+
+
+def _tables() -> dict[str, Any]:
+    import polars
+
+    rng, (nodes, edges) = np.random.default_rng(SEED), TABLES.values()
+    ids = np.array([f"user_{i:x}_{i * 2654435761 % 2**32:08x}" for i in range(nodes)])
+    columns = {"age": rng.integers(18, 90, nodes), "score": rng.normal(size=nodes)}
+    columns |= {"kind": rng.choice(["a", "b", "c"], nodes), "label": rng.choice(["x", "y", "z"], nodes)}
+    ends = {name: ids[rng.integers(0, nodes, edges)] for name in ("source", "target")}
+    with tempfile.TemporaryDirectory() as folder:
+        files = [f"{folder}/nodes.csv", f"{folder}/edges.csv"]
+        for path, table in zip(files, ({"id": ids} | columns, ends), strict=True):
+            polars.DataFrame(table).write_csv(path)
+        flags = ["--nodes", files[0], "--edges", files[1], "--out", f"{folder}/graph"]
+        _, measured = run("-m", "megagraph", "data", "import", *flags)
+    return {"unit": "s", **TABLES, **measured, "limits": {"seconds": TABLES_SECONDS, "rss_bytes": TABLES_BYTES}}
 
 
 def _timed(function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:

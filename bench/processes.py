@@ -103,6 +103,11 @@ def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) ->
     return said, {"seconds": seconds, "cpu_seconds": cpu_seconds, **child.peak}
 
 
+def peak_resident() -> int:
+    """Bytes: the highest resident set of this process so far."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _tree(pid: int) -> list[psutil.Process]:
     try:
         process = psutil.Process(pid)

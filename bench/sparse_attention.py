@@ -35,6 +35,7 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.utils import softmax
 
 import megagraph as mg
+from bench.processes import peak_resident
 from bench.provenance import write_rows
 from megagraph.data.coarsen import partition
 from megagraph.data.datasets import load_graph
@@ -156,10 +157,6 @@ def relative_error(got: list[Tensor], want: list[Tensor]) -> float:
     return max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(got, want, strict=True))
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def peak(name: str, root: Path, contender: str) -> None:
     """Print the bytes that one forward and backward add, less what they return."""
     edges, buckets, num_nodes, inputs, d_out = problem(name, root)
@@ -167,11 +164,13 @@ def peak(name: str, root: Path, contender: str) -> None:
     small = tuple(x[:2].clone() for x in inputs[:3])
     run(CONTENDERS[contender](few[:, [0, 1, 2]], buckets[:3], 2), (*small, inputs[3]), d_out[:2].clone())
     attend = CONTENDERS[contender](edges, buckets, num_nodes)
-    ballast = torch.ones(max(_peak() - _resident(), 0), dtype=torch.uint8)  # a new peak is one of the run's then
+    ballast = torch.ones(
+        max(peak_resident() - _resident(), 0), dtype=torch.uint8
+    )  # a new peak is one of the run's then
     before = _resident()
     results = run(attend, inputs, d_out)
     del ballast
-    print(_peak() - before - sum(x.numel() * x.itemsize for x in results))
+    print(peak_resident() - before - sum(x.numel() * x.itemsize for x in results))
 
 
 def _resident() -> int:

@@ -17,7 +17,6 @@ FFN 128, buckets, dropout 0.1; 4 sequences of 256 regular and 32 super nodes, K 
 from __future__ import annotations
 
 import json
-import resource
 import tempfile
 import time
 import weakref
@@ -34,6 +33,7 @@ import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.processes import peak_resident
 from bench.provenance import RESULTS, write_rows
 from bench.tables import draw, save
 from megagraph.attention.dropout import dropout_keys
@@ -143,7 +143,7 @@ def run_stage(config: TrainConfig, plan: Plan) -> dict[str, Any]:
         "peak_bytes": counted.peak,
         "batch_bytes": sum(value.nbytes for value in given[: -len(pipeline.parameters())]),
         "state_bytes": sum(x.nbytes for x in moments) + 2 * sum(p.nbytes for p in pipeline.parameters()),
-        "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident,
+        "resident_bytes": peak_resident() - resident,
     }
 
 

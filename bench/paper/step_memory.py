@@ -14,7 +14,6 @@ of hidden states and scores, 2 threads, seed 0; for losses 4 layers of 64, batch
 
 from __future__ import annotations
 
-import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ import torch.multiprocessing as mp
 import tyro
 
 from bench.paper.epoch_time import Contender, EagerANSGT
+from bench.processes import peak_resident
 from bench.provenance import write_rows
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
@@ -74,22 +74,18 @@ def contender(name: str, given: ModelConfig) -> Contender:
     return Contender(name, eager)
 
 
-def _peak() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def _worker(pipe: Connection, name: str, nodes: int, sequences: int) -> None:
     torch.set_num_threads(2)
     rates = {"dropout": 0.1, "input_dropout": 0.1, "attention_dropout": 0.1}
     contender(name, config(1, **rates)).train_step(random_batch(9, 2), 0)  # loads what is compiled
-    before = _peak()
+    before = peak_resident()
     own, batch = contender(name, config(16, **rates)), random_batch(nodes, sequences)
     step = 0
     while pipe.recv():
         own.train_step(batch, step)
         pipe.send(own.seconds[-1])
         step += 1
-    pipe.send(_peak() - before)
+    pipe.send(peak_resident() - before)
 
 
 def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
