@@ -220,7 +220,7 @@ class CostModel:
         """``explain`` from the seconds of stages."""
         plan = work.plan
         passes = []
-        for sequences, slowness in set(self._replicas(work)):
+        for sequences, slowness in self._different_replicas(work):
             largest = sequences == work.batch_sequences
             own = work if largest else work.of_sequences(sequences)
             passes.append(self._passes(own, layers, tables if largest else self.stage_tables(own), slowness))
@@ -246,6 +246,12 @@ class CostModel:
         # without shares, who has one sequence less does not matter
         dealt = plan.sequences(work.whole_batch) if plan.shares else plan.dp * [work.batch_sequences]
         return list(zip(dealt, self._slowness(plan), strict=True))
+
+    def _different_replicas(self, work: RankWork) -> set[tuple[int, tuple[float, ...]]]:
+        plan = work.plan
+        if plan.shares or self.knows_ranks(plan):
+            return set(self._replicas(work))
+        return {(work.batch_sequences, plan.pp * (1.0,))}  # a search asks this of plans with thousands of replicas
 
     def _passes(
         self, work: RankWork, layers: Sequence[int], tables: StageTables, slowness: tuple[float, ...]
