@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -334,13 +334,12 @@ class CostModel:
         fastest = min(self.slowness) if self.knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
         pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
-        num_layers = work.config.layers
-        first, rest = stage_parameters(work.config, [1.0, num_layers - 1.0], work.codes).tolist()
-        most = (first + rest) / plan.pp
+        first, whole = _parameters(work.config, work.codes)
+        most = whole / plan.pp
         calls, per_byte = self._links.all_reduce(plan)
         # the last micro-batch comes back to the first stage, which has a layer at least
         reduced = calls + per_byte * work.sum_bytes * (first if plan.pp > 1 else most)
-        others = self._sharding(work, math.ceil(num_layers / len(layers)), most) + self._optimizer(work, most)
+        others = self._sharding(work, math.ceil(work.config.layers / len(layers)), most) + self._optimizer(work, most)
         return pipeline + reduced + others + self.stall_seconds
 
     def mappings(self, world_size: int) -> tuple[Across, ...]:
@@ -384,3 +383,10 @@ class CostModel:
         per_node = self.origin.get("ranks_per_node")
         own = self.origin.get("links_of") == "device"
         return Links(self.links, None if per_node is None else int(per_node), own)
+
+
+@cache
+def _parameters(config: ModelConfig, codes: int) -> tuple[float, float]:
+    """Of a first stage of one layer, and of all stages."""
+    first, rest = stage_parameters(config, [1.0, config.layers - 1.0], codes).tolist()
+    return first, first + rest

@@ -32,25 +32,36 @@ class Kept(NamedTuple):
     head: float
 
 
-def stage_bytes(rates: Rates, work: RankWork, counts: Floats, kept: Kept | None = None) -> dict[str, Floats]:
+def stage_bytes(rates: Rates, work: RankWork, counts: Floats) -> dict[str, Floats]:
     """Bytes of every stage, by what they are for, without what a rank holds once.
 
     Args:
-        counts: layers of every stage; [stages, C] or [1, C], for C loads of each.
-        kept: ``kept_bytes`` of this work, where it is known already.
+        counts: layers of every stage; [stages, C], for C loads of each.
 
     Returns:
-        [stages, C] each: "parameters" and their moments, "activations" and gradients at their peak, "boundary"
-        for what is sent and received, on the first stage the raw features; "allocator" for what the process keeps
-        of freed memory.
+        [stages, C] or [stages, 1] each: "parameters" and their moments, "activations" and gradients at their peak,
+        "boundary" for what is sent and received, on the first stage the raw features; "allocator" for what the process
+        keeps of freed memory.
     """
-    plan, config = work.plan, work.config
-    counts = np.broadcast_to(counts, (plan.num_stages, counts.shape[1]))
-    parameters, replicas = work.sum_bytes * stage_parameters(config, counts, work.codes), plan.cp * plan.dp
-    if plan.shard:
-        parameters /= replicas
+    parameters = stage_parameters(work.config, counts, work.codes)
+    parts = _tensor_bytes(rates, work, counts, parameters, kept_bytes(rates, work))
+    allocator = (_process_factor(rates) - 1) * reduce(add, parts)
+    return dict(zip(("parameters", "activations", "boundary", "allocator"), (*parts, allocator), strict=True))
+
+
+def stage_totals(rates: Rates, work: RankWork, counts: Floats, parameters: Floats, kept: Kept) -> Floats:
+    """The sum of ``stage_bytes`` [stages, C], where the parameters of these loads and what a layer keeps are known."""
+    return _process_factor(rates) * reduce(add, _tensor_bytes(rates, work, counts, parameters, kept))
+
+
+def _tensor_bytes(
+    rates: Rates, work: RankWork, counts: Floats, parameters: Floats, kept: Kept
+) -> tuple[Floats, Floats, Floats]:
+    """Of parameters, activations and boundaries, as above."""
+    plan, replicas = work.plan, work.plan.cp * work.plan.dp
+    parameters = work.sum_bytes / (replicas if plan.shard else 1) * parameters
     gradients = parameters * (1 if plan.shard or replicas == 1 else 2)  # DDP holds buckets, too
-    activations, boundary = _with_boundaries(_of_stages(kept or kept_bytes(rates, work), work, counts), work)
+    activations, boundary = _with_boundaries(_of_stages(kept, work, counts), work)
     flight = np.array(in_flight(plan), float).T.reshape(-1, 1)
     if plan.schedule == "gpipe" and (
         plan.pp > 1 or plan.num_microbatches == 1
@@ -58,10 +69,9 @@ def stage_bytes(rates: Rates, work: RankWork, counts: Floats, kept: Kept | None 
         activations = np.maximum(flight * activations, (flight - 1) * activations + gradients)
     else:
         activations = flight * activations + gradients
-    features = feature_bytes(work.feature_rows, config.in_features, work.codes)
+    features = feature_bytes(work.feature_rows, work.config.in_features, work.codes)
     boundary[0] += _batches(rates, work) * work.batch_sequences * features
-    parts = {"parameters": 3 * parameters, "activations": activations, "boundary": boundary}
-    return parts | {"allocator": (_process_factor(rates) - 1) * reduce(add, parts.values())}
+    return 3 * parameters, activations, boundary
 
 
 def kept_bytes(rates: Rates, work: RankWork) -> Kept:
@@ -91,21 +101,21 @@ def _of_stages(kept: Kept, work: RankWork, counts: Floats) -> Floats:
 
 
 def _with_boundaries(kept: Floats, work: RankWork) -> tuple[Floats, Floats]:
-    """What every stage keeps of a micro-batch in flight, and what it holds of all; [stages, C] each.
+    """What every stage keeps of a micro-batch in flight, and what it holds of all; [stages, C] and [stages, 1].
 
     torch has a buffer for each hidden state and gradient that a stage receives, one of which is the input of its first
     layer, and keeps its results until their backward pass. Schedules that do not wait for what they send hold all of it
     until the end of a step: results, and gradients in the place of what was kept for them.
     """
     hidden, num = work.hidden_bytes, work.plan.num_microbatches
-    before, after = (np.ones_like(kept) for _ in range(2))
+    before, after = (np.ones((len(kept), 1)) for _ in range(2))
     before[0] = after[-1] = 0.0
     boundary = num * hidden * (before + after)
     if work.plan.schedule in AHEAD:
-        kept, boundary = kept - 2 * hidden * before, 2 * boundary
+        more, boundary = -2 * hidden * before, 2 * boundary
     else:
-        kept = kept + hidden * (after - before)
-    return np.maximum(kept, 0.0), boundary
+        more = hidden * (after - before)
+    return np.maximum(kept + more, 0.0), boundary
 
 
 def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> float:

@@ -13,6 +13,7 @@ from megagraph.data.options import deal
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
 
+_SCHEDULES, _ACROSS = get_args(ScheduleName), get_args(Across)
 # a schedule is made of all stages and micro-batches
 _MOST = {"pp": 1 << 20, "cp": 1 << 20, "dp": 1 << 20, "stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
 
@@ -79,7 +80,7 @@ class Plan:
             raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")
         if self.comm == "halo" and self.cp == 1:
             raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
-        if self.across not in get_args(Across):
+        if self.across not in _ACROSS:
             raise ValueError(f"across must be 'pp' or 'dp', got {self.across!r}")
         if self.across == "dp" and min(self.pp, self.dp) == 1:
             raise ValueError(f"across must be 'pp' unless pp and dp are above 1, got {self.pp} and {self.dp}")
@@ -90,8 +91,8 @@ class Plan:
                 f"layers must give each of the pp * stages_per_rank = {self.pp} * {self.stages_per_rank} stages "
                 f"at least 1 layer, got {self.layers}"
             )
-        if self.schedule not in get_args(ScheduleName):
-            raise ValueError(f"schedule must be one of {', '.join(get_args(ScheduleName))}, got {self.schedule!r}")
+        if self.schedule not in _SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
         if self.pp == 1:
             for name, only in (("stages_per_rank", 1), ("schedule", "gpipe")):
                 if getattr(self, name) != only:

@@ -8,10 +8,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import combinations, islice, pairwise, product
-from operator import add
 from typing import Any, get_args
 
 import numpy as np
@@ -19,9 +18,10 @@ import numpy as np
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
-from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_bytes
+from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_totals
 from megagraph.planner.plan import Across, Plan
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib, lightest_split, moves
+from megagraph.planner.terms import stage_parameters
 from megagraph.planner.workload import RankWork, Workload
 
 KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
@@ -235,6 +235,7 @@ class _Search:
         self.cost, self.config, self.given, self.strict = cost, config, given, strict
         self.limits = limits * (1 - HEADROOM)
         self._tables: dict[tuple[Any, ...], StageTables] = {}
+        self._loads: dict[int, tuple[Floats, Floats]] = {}  # layers of every stage, and their parameters
         self._kept: dict[tuple[int, int, str], Kept] = {}
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self.timed: dict[Plan, Candidate] = {}
@@ -355,12 +356,15 @@ class _Search:
     def _memory(self, work: RankWork) -> Floats:
         """[stages, L - stages + 2] bytes of every stage with 0, 1, ... layers, where each other one has one at least;
         several stages of a rank share what it holds once."""
-        rates, counts = self.cost.memory, np.arange(self.config.layers - work.plan.num_stages + 2.0)[None]
+        rates, num_stages = self.cost.memory, work.plan.num_stages
+        if num_stages not in self._loads:
+            counts = np.tile(np.arange(self.config.layers - num_stages + 2.0), (num_stages, 1))
+            self._loads[num_stages] = counts, stage_parameters(self.config, counts, work.codes)
         key = work.plan.cp, work.sequences, work.plan.comm
         if key not in self._kept:
             self._kept[key] = kept_bytes(rates, work)
         kept = self._kept[key]
-        stages = reduce(add, stage_bytes(rates, work, counts, kept).values())
+        stages = stage_totals(rates, work, *self._loads[num_stages], kept)
         return stages + shared_bytes(rates, work, kept) / work.plan.stages_per_rank
 
     def _fastest(
@@ -382,8 +386,9 @@ class _Search:
         return free if min(caps) == most else best(1.0, tuple(caps)), free
 
     def _candidate(self, work: RankWork, split: tuple[int, ...], memory: Floats, bound: float) -> Candidate:
-        stages = memory[np.arange(len(split)), split]
-        ranks = stages if work.plan.stages_per_rank == 1 else stages.reshape(-1, work.plan.pp).sum(axis=0)
+        ranks = memory[np.arange(len(split)), split]
+        if work.plan.stages_per_rank > 1:
+            ranks = ranks.reshape(-1, work.plan.pp).sum(axis=0)
         taken = ranks / self._limits(work.plan)
         tightest = int(taken.argmax())
         return Candidate(

@@ -150,16 +150,16 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     passes = float(forward.sum() + backward.sum())
     if plan.pp == 1:
         return num * passes
-    # a link that was idle makes up for a burst, once
-    ways = [2 * (max(0.0, wire.seconds - wire.burst) + wire.latency) for wire in wires]
-    latest = sum(ways)
-    slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in wires)
+    # a link that was idle makes up for a burst, once; most wires are alike
+    ways = {wire: 2 * (max(0.0, wire.seconds - wire.burst) + wire.latency) for wire in set(wires)}
+    latest = sum(map(ways.__getitem__, wires))
+    slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in ways)
     if plan.schedule == "gpipe":
         follow = (num - 1) * float(forward.max() + backward.max())
         return passes + latest + max(follow, 2 * slowest)
     if plan.stages_per_rank > 1:
         first, layer, _ = (tables.forward + tables.backward)[:, 1].tolist()
-        before = np.cumsum([way + (layer if i else first) for i, way in enumerate(ways[: plan.pp - 1])])
+        before = np.cumsum([ways[wire] + (layer if i else first) for i, wire in enumerate(wires[: plan.pp - 1])])
         most = (num * passes + float(before.sum())) / plan.pp
     else:
         most = max(num * _most_even(tables, sum(layers), plan), passes / (1 - (1 - 1 / num) ** plan.pp))

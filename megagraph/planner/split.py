@@ -7,11 +7,12 @@ that the layers of a model are all alike, so that only the first and the last st
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 StageCost = Callable[[int, int, int], float]
@@ -118,6 +119,16 @@ class StageTables:
         roles[0], roles[-1] = 0, 2 if len(layers) > 1 else 0
         return self.forward[roles, layers], self.backward[roles, layers]
 
+    @cached_property
+    def seconds(self) -> Floats:
+        """Both ways."""
+        return self.forward + self.backward
+
+    @cached_property
+    def least_layer(self) -> float:
+        """Seconds that a layer more takes at least, on any stage that has one."""
+        return float(np.diff(self.seconds[:, 1:]).min())
+
 
 def balance(
     tables: StageTables, memory: Floats, limit_bytes: float, num_microbatches: int
@@ -134,52 +145,81 @@ def balance(
     num_stages, most = memory.shape[0], memory.shape[1] - 1
     num_layers = most + num_stages - 1
     # the most layers that fit: memory does not fall with c, so they are the first ones
-    caps = (memory[:, 1:] <= limit_bytes).sum(axis=1)
+    caps = (memory[:, 1:] <= limit_bytes).sum(axis=1) if limit_bytes < math.inf else np.full(num_stages, most)
     if caps.min() < 1 or caps.sum() < num_layers:
         return None
-    f, b = tables.forward, tables.backward
-    s = f + b
+    f, b, s = tables.forward, tables.backward, tables.seconds
     if num_stages == 1:
         time = s[0, num_layers] + (num_microbatches - 1) * s[0, num_layers]
         return (num_layers,), float(time)
-    # the middle stages with c = 0..L layers together, filled evenly: none holds more than its level of them
-    inner, together, heights = caps[1:-1], np.arange(num_layers + 1), np.arange(most + 1)
-    if num_stages > 2 and inner.min() == inner.max():  # as where memory does not bind
-        levels = np.minimum(heights, inner[0])
-        filled, sums = len(inner) * levels, len(inner) * s[1, levels]
-    else:
-        levels = np.minimum(heights[:, None], inner)  # [most + 1, P - 2]
-        filled, sums = levels.sum(axis=1), s[1][levels].sum(axis=1)
-    level = np.minimum(np.searchsorted(filled, together), most)
-    over = filled[level] - together  # stages at the level that hold one less
-    middle = np.zeros((3, num_layers + 1))  # seconds together, largest forward, largest backward
+    caps[[0, -1]] = _worth_a_look(tables, caps, num_layers, num_microbatches)
+    # the middle stages with what first and last leave of 2, 3, ... layers, filled evenly: none has more than a level
+    ends, inner, heights = caps[0] + caps[-1] - 1, caps[1:-1], np.arange(most + 1)
+    left = num_layers - 2 - np.arange(ends)
+    beside = np.zeros((3, ends))  # seconds together, largest forward, largest backward
     if num_stages > 2:
-        middle[0] = sums[level] - over * (s[1, level] - s[1, level - 1])
-        middle[1:] = f[1, level], b[1, level]
-    middle[0, (together < num_stages - 2) | (together > filled[-1])] = np.inf
-    # the same where first and last have 2, 3, ... layers together; a window for every load of the first
-    beside = np.zeros((3, caps[0] + caps[-1] - 1))
-    beside[0] = np.inf
-    beside[:, : num_layers - 1] = middle[:, num_layers - 2 :: -1][:, : beside.shape[1]]
+        if inner.min() == inner.max():  # as where memory does not bind
+            levels = np.minimum(heights, inner[0])
+            filled, sums = len(inner) * levels, len(inner) * s[1, levels]
+        else:
+            levels = np.minimum(heights[:, None], inner)  # [most + 1, P - 2]
+            filled, sums = levels.sum(axis=1), s[1][levels].sum(axis=1)
+        level = np.minimum(np.searchsorted(filled, left), most)
+        over = filled[level] - left  # stages at the level that hold one less
+        beside[0] = sums[level] - over * (s[1, level] - s[1, level - 1])
+        beside[1:] = f[1, level], b[1, level]
+        beside[0, (left < num_stages - 2) | (over < 0)] = np.inf
+    else:
+        beside[0, left != 0] = np.inf
+    # a window for every load of the first
     shape, steps = (3, caps[0], caps[-1]), (beside.strides[0], beside.strides[1], beside.strides[1])
-    total, most_f, most_b = as_strided(beside, shape, steps, writeable=False)
+    total, most_f, most_b = np.ndarray(shape, beside.dtype, beside, strides=steps)
     first, last = slice(1, shape[1] + 1), slice(1, shape[2] + 1)
     largest_f = np.maximum(np.maximum(f[0, first, None], f[2, last]), most_f)
     largest_b = np.maximum(np.maximum(b[0, first, None], b[2, last]), most_b)
     time = s[0, first, None] + s[2, last] + total + (num_microbatches - 1) * (largest_f + largest_b)
-    if not np.isfinite(time.min()):
+    least = time.min()
+    if least == np.inf:
         return None
-    i, j = np.nonzero(time <= time.min() * (1 + 1e-12))
-    left = num_layers - 2 - i - j
-    needs = np.maximum(memory[0, i + 1], memory[-1, j + 1])
-    if num_stages > 2:
-        needs = np.maximum(needs, memory[1:-1].max(axis=0)[level[left]])
-    best = needs.argmin()
-    i, j, left = i[best], j[best], left[best]
-    counts = np.minimum(level[left], inner)
+    i, j = np.nonzero(time <= least * (1 + 1e-12))
+    best = 0
+    if len(i) > 1:
+        needs = np.maximum(memory[0, i + 1], memory[-1, j + 1])
+        if num_stages > 2:
+            needs = np.maximum(needs, memory[1:-1].max(axis=0)[level[i + j]])
+        best = needs.argmin()
+    x, y = int(i[best]), int(j[best])
+    if num_stages == 2:
+        return (x + 1, y + 1), float(time[x, y])
+    counts = np.minimum(level[x + y], inner)
     # the earliest keep the most in flight, so they hold the one less
-    counts[np.flatnonzero(counts == level[left])[: over[left]]] -= 1
-    return (int(i) + 1, *counts.tolist(), int(j) + 1), float(time[i, j])
+    counts[np.flatnonzero(counts == level[x + y])[: over[x + y]]] -= 1
+    return (x + 1, *counts.tolist(), y + 1), float(time[x, y])
+
+
+def _worth_a_look(
+    tables: StageTables, caps: NDArray[np.intp], num_layers: int, num_microbatches: int
+) -> tuple[int, int]:
+    """The most layers of the first and the last stage with which these alone do not take longer than an even split."""
+    layer, inner = tables.least_layer, len(caps) - 2
+    low, more = divmod(num_layers, len(caps))
+    first, last = int(caps[0]), int(caps[-1])
+    if num_microbatches == 1 or layer < 0 or caps.min() < low + (more > 0):
+        return first, last
+    # as even as can be, the ends among the less full
+    fuller = min(more, inner)
+    places = [(0, low), (2, low + more - fuller)] + ([(1, low + (fuller > 0))] if inner else [])
+    s = tables.seconds
+    even = s[places[0]] + s[places[1]] + fuller * s[1, low + 1] + (inner - fuller) * s[1, low]
+    for table in (tables.forward, tables.backward):
+        even += (num_microbatches - 1) * max(table[place] for place in places)
+
+    def most(end: int, other: int, cap: int) -> int:
+        rest = s[other, 1] + inner * s[1, 1] + layer * (num_layers - len(caps) + 1)
+        limit = even * (1 + 1e-9) - rest  # grows with the layers, as each takes layer at least
+        return bisect_right(range(1, cap + 1), limit, key=lambda c: num_microbatches * s[end, c] - layer * c)
+
+    return most(0, 2, first), most(2, 0, last)
 
 
 def moves(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -206,6 +246,8 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
     memory = memory[:, 1:]
     limit = max(memory[:, 0].max(), np.partition(memory, num_layers - 1, axis=None)[num_layers - 1])
     counts = (memory <= limit).sum(axis=1)
+    if counts.sum() == num_layers:
+        return tuple(counts.tolist())
     # what is too much is taken from the fullest, so that the stages are as even as this memory lets them
     levels = np.minimum(np.arange(most + 1)[:, None], counts)
     level = int(np.searchsorted(levels.sum(axis=1), num_layers))
