@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
+from megagraph.models.recompute import recomputed
 
 # one number per place where a layer drops something; the key of a place is mix_key(key, layer, site)
 _ATTENTION_SITE, _ATTENTION_OUT_SITE, _FFN_SITE = range(3)
@@ -101,17 +103,32 @@ class GraphTransformerLayer(nn.Module):
             bias = bias.rows(rows)
         of_layer = None if key is None else mix_key(key, self.index)
         key_at = [None if of_layer is None else mix_key(of_layer, site) for site in range(3)]
-        h = self.attention(
-            self.attention_norm(x),
-            bias,
-            layout=context.layout,
-            key_padding_mask=context.key_padding_mask,
-            dropout_key=key_at[_ATTENTION_SITE],
-            num_queries=num_queries,
-            packing=packing,
-        )
+        with self._cheap(self.attention_norm, x) as h:
+            h = self.attention(
+                h,
+                bias,
+                layout=context.layout,
+                key_padding_mask=context.key_padding_mask,
+                dropout_key=key_at[_ATTENTION_SITE],
+                num_queries=num_queries,
+                packing=packing,
+            )
         if num_queries is not None:
             x, packing = x[:, rows] if packing is None else packing.first_rows(x, num_queries), None
         x = x + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], context.layout, packing)
-        h = self.ffn(self.ffn_norm(x))
+        grow, activate, shrink = self.ffn
+        with self._cheap(self.ffn_norm, x) as h:
+            h = grow(h)
+        with self._cheap(activate, h) as h:
+            h = shrink(h)
         return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], context.layout, packing)
+
+    def _cheap(self, function: nn.Module, x: Tensor) -> AbstractContextManager[Tensor]:
+        """function(x), which what reads it does not keep for backward; a layer that is computed again keeps nothing."""
+        return nullcontext(function(x)) if self.checkpoint else recomputed(lambda x: _rounded(function(x)), x)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """In the dtype in which autocast's products read it, once for all of them."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
