@@ -31,7 +31,7 @@ from bench import network
 from bench.network import Bed
 from bench.paper import real_plans
 from bench.paper.real_plans import Bench, predict
-from bench.provenance import RESULTS, provenance, write_rows
+from bench.provenance import RESULTS, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
 from megagraph.planner import fit, search
@@ -178,7 +178,7 @@ def judge() -> None:
     axes.set(xlabel="measured seconds of a step", ylabel="predicted", xscale="log", yscale="log")
     axes.legend(frameon=False)
     save(figure, first, FOLDER / "plans.svg")
-    (FOLDER / "judgement.json").write_text(json.dumps(found | provenance(), indent=1) + "\n")
+    write_judgement(FOLDER / "judgement.json", found, *(FOLDER / f"{name}.json" for name in found))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from bench import network
 from bench.network import Bed
 from bench.paper.cluster import CONFIG
 from bench.paper.real_plans import DEVICE, Bench, predict
-from bench.provenance import RESULTS, provenance, write_rows
+from bench.provenance import RESULTS, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
 from megagraph.planner import fit, search
@@ -126,9 +126,8 @@ def judge() -> None:
     for name, (value, sign, bound) in found.items():
         holds = value >= bound if sign == ">=" else value <= bound
         print(f"  {name:<30} {value:8.3f}  {sign} {bound}  {'holds' if holds else 'FAILS'}")
-    (FOLDER / "judgement.json").write_text(
-        json.dumps({name: value for name, (value, *_) in found.items()} | provenance(), indent=1) + "\n"
-    )
+    values = {name: value for name, (value, *_) in found.items()}
+    write_judgement(FOLDER / "judgement.json", values, FOLDER / "plans.json")
     figure, axes = draw(5.5, 4)
     for kind in sorted({kind_of(row) for row in rows}):
         points = [(r["predicted_seconds"], max(r["predicted_bytes"]) / 2**20) for r in rows if kind_of(r) == kind]

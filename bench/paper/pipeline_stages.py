@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.processes import peak_resident
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import PACKAGE, RESULTS, write_rows
 from bench.tables import draw, save
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
@@ -216,7 +216,7 @@ def main(plot_only: Annotated[bool, tyro.conf.arg(name="plot")] = False) -> None
                 rows += of_split
                 losses.append(loss)
         assert np.ptp(np.array(losses), axis=0).max() < 1e-4, "the splits do not compute the same"
-        write_rows("pipeline_stages/stages", rows, folder="cpu")
+        write_rows("pipeline_stages/stages", rows, folder="cpu", children=PACKAGE)
     plot(json.loads((folder / "stages.json").read_text()), folder / "stages.svg")
 
 

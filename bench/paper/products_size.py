@@ -31,7 +31,7 @@ import numpy as np
 import tyro
 
 from bench.processes import Child, run
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 
 NODES, EDGES, FEATURES, CLASSES, SEED = 2_449_029, 61_859_140, 100, 47, 0
 CLUSTERS, SUPER_NODES = 8192, 255
@@ -58,7 +58,7 @@ def main(folder: Path, step: Step, child: bool = False) -> None:
     else:
         rows = _train(folder, step) if step in ("first-step", "train") else _build(folder, step)
     print(json.dumps(rows, indent=1))
-    print(write_rows(f"products_size/{step}", rows))
+    print(write_rows(f"products_size/{step}", rows, children=PACKAGE))
 
 
 def _build(folder: Path, step: str) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import tyro
 
 from bench.paper.epoch_time import Contender, EagerANSGT
 from bench.processes import peak_resident
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
@@ -123,7 +123,7 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
         for what, (part, most) in parts.items():
             verdict = "" if len(rows) > 1 else f", at most {most}: {'holds' if part <= most else 'FAILS'}"
             print(f"  {what} {part:.3f} of the eager model's{verdict}")
-        write_rows("step_memory", rows, folder="cpu")
+        write_rows("step_memory", rows, folder="cpu", children=PACKAGE)
 
 
 def losses(root: Path, datasets: tuple[str, ...] = ("cora", "computers")) -> None:

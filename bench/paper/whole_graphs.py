@@ -18,7 +18,7 @@ import tyro
 
 from bench.paper.trials import SETS, path_of
 from bench.processes import run
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 
 MOST_SECONDS, MOST_BYTES = 3600, 24 * 2**30
 SETTINGS: dict[str, Any] = dict(
@@ -53,7 +53,7 @@ def main(root: Path, sets: tuple[str, ...] = ("wordnet30", "debian12")) -> None:
         row = {"set": name, "unit": "s", "settings": SETTINGS, **took, "most_seconds": MOST_SECONDS}
         row |= {"most_bytes": MOST_BYTES, "summary": summary}
         print(json.dumps(row, indent=1), flush=True)
-        write_rows(name, [row], folder="cpu/whole_graphs")
+        write_rows(name, [row], folder="cpu/whole_graphs", children=PACKAGE)
 
 
 if __name__ == "__main__":
