@@ -10,22 +10,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megagraph.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).parent / "results"
+QUICK = "MEGAGRAPH_BENCH_QUICK" in os.environ  # python -m bench.paper --quick sets these three
+GENERATED = "MEGAGRAPH_BENCH_GENERATED" in os.environ  # graphs are not the real ones
+RESULTS = Path(os.environ.get("MEGAGRAPH_BENCH_ROWS", Path(__file__).parent / "results"))
 PACKAGE = ("kernels", "megagraph")
 FOLDERS = (*PACKAGE, "bench", "examples", "tests")
 READ = {"kernels/tiles.py": "kernels/tiles.json"}
 _STARTED = time.time()
+T = TypeVar("T")
+
+
+def sized(full: T, quick: T) -> T:
+    """A setting of a bench; ``quick`` where all that is asked is whether every path of it runs."""
+    return quick if QUICK else full
 
 
 def write_rows(
@@ -80,7 +89,8 @@ def origin(children: Collection[str] = (), results: Path | None = None) -> dict[
     found = provenance()
     if any(path.stat().st_mtime > _STARTED for path in paths):  # another file than the one that ran
         found["commit"] = found["commit"].removesuffix("-dirty") + "-dirty"
-    return found | {"sources": digest}
+    marks = {name: True for name, holds in (("quick", QUICK), ("generated", GENERATED)) if holds}
+    return found | {"sources": digest} | marks
 
 
 def with_origin(row: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

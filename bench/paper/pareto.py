@@ -31,7 +31,7 @@ from bench import network
 from bench.network import Bed
 from bench.paper.cluster import CONFIG
 from bench.paper.real_plans import DEVICE, Bench, predict
-from bench.provenance import RESULTS, write_judgement, write_rows
+from bench.provenance import RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
 from megagraph.planner import fit, search
@@ -39,7 +39,8 @@ from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
 
 BED = Bed(nodes=1, per_node=4, mbit=1000, speeds=(0.45,) * 4)
-DRAWN, ROUNDS, TIMEOUT = 24, 3, 3600.0
+DRAWN, ROUNDS = sized((24, 3), quick=(2, 1))
+TIMEOUT = 3600.0
 LEAST, KINDS, CORRELATION, MAPE, MEMORY, SLACK = 166, 5, 0.9, 0.15, 0.10, 1.10
 FOLDER = RESULTS / "cpu" / "pareto"
 
