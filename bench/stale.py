@@ -111,6 +111,8 @@ def faults(root: Path = ROOT) -> list[str]:
             lacks = [name for name in ASKED if "from_rows" not in row and not row.get(name)]
             if lacks:
                 found.append(f"{file}: a row lacks {', '.join(lacks)}")
+            if row.get("quick"):
+                found.append(f"{file}: a quick row, which says nothing of its figure; measure it in full")
             if row.get("commit", "").endswith("-dirty"):
                 found.append(f"{file}: a row of a changed checkout, {row['commit']}; commit, then measure it again")
             for other, digest in row.get("from_rows", {}).items():

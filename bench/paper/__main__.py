@@ -124,12 +124,13 @@ def main(
     if not chosen:
         raise SystemExit("expected names of experiments, or --all; --list shows them")
     environment = os.environ | {"MEGAGRAPH_BENCH_ROWS": str(out)} | ({"MEGAGRAPH_BENCH_QUICK": "1"} if quick else {})
+    generated: dict[str, str] = {}
     if root is None and any(experiment.data for experiment in chosen.values()):
         if not quick:
             raise SystemExit("expected --root, the folder of the raw data sets")
         root = out / "graphs"
         raw_files.write(root)
-        environment["MEGAGRAPH_BENCH_GENERATED"] = "1"
+        generated = {"MEGAGRAPH_BENCH_GENERATED": "1"}
     failed, work = [], out if quick else ROOT / "build"
     for name, experiment in chosen.items():
         if not again and done(experiment, out):
@@ -139,7 +140,8 @@ def main(
         for command in experiment.quick if quick and experiment.quick else experiment.commands:
             print(f"+ python -m bench.paper.{command}", flush=True)
             words = [word.replace("ROOT", str(root)).replace("WORK", str(work)) for word in command.split()]
-            ended = subprocess.run([sys.executable, "-m", f"bench.paper.{words[0]}", *words[1:]], env=environment)
+            marked = environment | (generated if experiment.data else {})
+            ended = subprocess.run([sys.executable, "-m", f"bench.paper.{words[0]}", *words[1:]], env=marked)
             if ended.returncode:
                 failed.append(name)
                 break

@@ -55,7 +55,8 @@ SETS: dict[str, Set] = {
         for name in ("cora", "citeseer", "pubmed")
     },
 }
-SETS = sized(SETS, {"cora": Set(dataset="cora", most_seconds=60, epochs=3, tuned=True, seeds=1)})
+SETS |= sized({}, quick={"cora": Set(dataset="cora", most_seconds=60, epochs=3, tuned=True, seeds=1)})
+COMPARED = sized(tuple(SETS), quick=("cora",))
 
 _CONVOLUTIONS: list[dict[str, Any]] = [
     dict(layers=2, hidden=256, dropout=0.5, norm="none", residual=False, learning_rate=0.01, weight_decay=5e-4),
@@ -117,7 +118,7 @@ TRIALS: dict[str, list[dict[str, Any]]] = {
     # the same pairs between other nodes: all that the bias says is wrong
     "megagraph-unbiased": [trial | dict(shuffle_structure=True) for trial in _OURS],
 }
-TRIALS = sized(TRIALS, {name: trials[:1] for name, trials in TRIALS.items()})
+TRIALS = sized(TRIALS, quick={name: trials[:1] for name, trials in TRIALS.items()})
 
 
 def of_name(name: str) -> Set:

@@ -68,6 +68,7 @@ SPOILT = {
     "orphan among old ones": (orphan_among_old_ones, rf"{OLD}: 32 rows name no sources"),
     "digit of an old row": (lambda root: replace(file(root, OLD), "0.79", "0.78"), rf"{OLD}: 31 rows name no"),
     "dirty": (lambda root: replace(file(root, "cpu/new.json"), "abc1234", "abc1234-dirty"), r"new.json: a row of a ch"),
+    "quick": (lambda root: replace(file(root, "cpu/new.json"), "1.0", '1.0, "quick": true'), r"new.json: a quick row"),
     "no device": (lambda root: replace(file(root, "cpu/new.json"), "a CPU", ""), r"cpu/new.json: a row lacks device"),
     "no list": (lambda root: shutil.rmtree(file(root, "sources")), r"cpu/new.json: expected its sources in"),
     "list of others": (
