@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import tyro
 
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
 from megagraph.attention.relation import Relation
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
@@ -358,7 +358,7 @@ def main(
     print(f"{len(rows)} variants in {time.perf_counter() - started:.0f} s")
     if write:
         for arch in dict.fromkeys(arch for arch, _ in jobs):
-            write_rows(arch, [row for row in rows if row["arch"] == arch], folder="compile")
+            write_rows(arch, [row for row in rows if row["arch"] == arch], folder="compile", children=PACKAGE)
     faults = too_large(rows) + wrong(rows) + (over_budget(rows) if check else [])
     sys.exit("\n".join(faults) or None)
 

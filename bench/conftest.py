@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.provenance import provenance
+from bench.provenance import origin
 
 _PEDANTIC_SECONDS = 0.1 if torch.cuda.is_available() else 3.0  # a GPU's figures come from its events
 _started = time.monotonic()
@@ -30,23 +30,17 @@ def pytest_runtest_setup(item):
         pytest.skip("out of time")
 
 
-@pytest.fixture(scope="session")
-def origin() -> dict[str, Any]:
-    """Provenance, and the versions of what only peers use."""
-    jax = version("jax") if find_spec("jax") else None
-    return provenance() | {"jax": jax, "cudnn": torch.backends.cudnn.version()}
-
-
 @pytest.fixture(scope="module")
-def record(request, origin) -> Callable[[dict[str, Any]], None]:
-    """Writes a row at once: what was measured survives whatever ends the run."""
+def record(request) -> Callable[[dict[str, Any]], None]:
+    """Writes a row at once, with its origin and the versions of what only peers use: what was measured survives
+    whatever ends the run."""
     folder = request.config.getoption("--rows")
+    versions = {"jax": version("jax") if find_spec("jax") else None, "cudnn": torch.backends.cudnn.version()}
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
-        rows.append(row | origin)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            rows.append(row | versions | origin(results=folder))
             path = folder / f"{request.module.__name__.rpartition('.test_')[2]}.json"
             path.with_suffix(".part").write_text(json.dumps(rows, indent=1) + "\n")
             path.with_suffix(".part").replace(path)
@@ -62,8 +56,9 @@ def pedantic(request) -> Callable[[Callable[[], Any]], list[float]]:
         benchmark = request.getfixturevalue("benchmark")
         began = time.perf_counter()
         launch()
-        rounds = int(_PEDANTIC_SECONDS / (time.perf_counter() - began))
+        once = time.perf_counter() - began
+        rounds = int(_PEDANTIC_SECONDS / once)
         benchmark.pedantic(launch, rounds=2 if request.config.getoption("--smoke") else min(max(rounds, 3), 15))
-        return benchmark.stats.stats.data
+        return [once] if benchmark.disabled else benchmark.stats.stats.data  # by --benchmark-disable
 
     return time_

@@ -34,9 +34,8 @@ import numpy as np
 import tyro
 
 from bench.judge import COMMANDS, FAULTS, Bench, Done, verdict
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import PACKAGE, RESULTS, current, write_rows
 from megagraph.data.store import open_store
-from megagraph.provenance import provenance
 
 DAMAGES, NUMBERS, INPUTS, START_EVERY = 1000, 200, 2000, 20
 STOPPED = 75  # by its time limit
@@ -287,7 +286,7 @@ def main(
     keep: bool = True,
     short: bool = False,
 ) -> None:
-    """Judge ``at_most`` of the cases that these files of the package have no rows of.
+    """Judge ``at_most`` of the cases that these sources have no rows of.
 
     Args:
         cases_in_all: in place of the number above.
@@ -297,19 +296,19 @@ def main(
     mode = "numbers" if numbers else "bad_input" if bad_input else "damage"
     count = cases_in_all or {"damage": DAMAGES, "numbers": NUMBERS, "bad_input": INPUTS}[mode]
     name = mode if mode == "damage" else f"damage_{mode}"
-    path, tree = RESULTS / "cpu" / f"{name}.json", provenance()["tree"]
+    path = RESULTS / "cpu" / f"{name}.json"
     row: dict[str, Any] = {"mode": mode, "seed": seed, "unit": "cases", "cases": 0, "counts": {}, "faults": []}
     others: list[dict[str, Any]] = []
     if keep and path.exists():
-        for found in json.loads(path.read_text()):
-            if found["tree"] == tree and found["seed"] == seed:
+        for found in filter(current, json.loads(path.read_text())):
+            if found["seed"] == seed:
                 row = {key: found[key] for key in row}
-            elif found["tree"] == tree:
+            else:
                 others.append(found)
 
     def save() -> None:
         if keep:
-            write_rows(name, [*others, row], folder="cpu")
+            write_rows(name, [*others, row], folder="cpu", children=PACKAGE)
 
     with tempfile.TemporaryDirectory() as place:
         os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR", place)

@@ -46,7 +46,7 @@ import torch
 import tyro
 
 from bench.processes import run
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data import traversal
@@ -107,7 +107,7 @@ def main(step: Step, products: Path | None = None, root: Path | None = None, chi
                 said, measured = run("-m", "bench.data", *flags, environment=environment)
                 rows.append({"step": step, "case": case, "numba": numba, **json.loads(said), "process": measured})
                 print(json.dumps(rows[-1], indent=1))
-    print(write_rows(f"data/{step}", rows))
+    print(write_rows(f"data/{step}", rows, children=PACKAGE))
 
 
 def _measure(step: Step, products: Path | None, root: Path | None, case: str) -> dict[str, Any]:

@@ -35,9 +35,8 @@ import torch
 import tyro
 
 import megagraph as mg
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import PACKAGE, RESULTS, current, write_rows
 from bench.soak import soak as long_runs
-from megagraph.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT, RANK_BOUND, LAUNCHER_BOUND, GIVE_UP = 8, 8 + 5, 8 + 40, 600
@@ -45,6 +44,7 @@ HELD_UP, ATTEMPTS = 1.0, 5
 KINDS = ("kill", "raise", "hang", "stop")
 PHASES = ("start", "data", "build", "forward", "backward", "optimizer", "evaluation", "save", "teardown")
 PLANS = ("2,1,1", "1,2,1", "1,1,2")  # pp, cp, dp
+CHILDREN = (*PACKAGE, "tests/parallel")
 FLAGS = "--layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 1 --batch-size 64 --max-steps 4 --device cpu"
 
 
@@ -138,7 +138,7 @@ def holds(row: dict[str, Any]) -> bool:
 
 
 def main(exits: int = 0, soak: bool = False, at_once: int = 2, at_most: int | None = None) -> None:
-    """Measure ``at_most`` of the cases without a row of this commit; ``--exits N`` counts normal exits instead."""
+    """Measure ``at_most`` of the cases without a row of these sources; ``--exits N`` counts normal exits instead."""
     compile_loops()
     if soak:
         return long_runs()
@@ -150,16 +150,16 @@ def main(exits: int = 0, soak: bool = False, at_once: int = 2, at_most: int | No
         print(*(row["error"] for row in failed), sep="\n")
         print(f"{hanging} of {exits} runs did not end, {len(failed)} failed")
         row = {"runs": exits, "hanging": hanging, "failed": len(failed), "unit": "runs", "at_once": at_once}
-        write_rows("exits", [row])
+        write_rows("exits", [row], children=CHILDREN)
         return
-    path, commit = RESULTS / "cpu" / "failures.json", provenance()["commit"]
-    rows = [row for row in json.loads(path.read_text()) if row["commit"] == commit] if path.exists() else []
+    path = RESULTS / "cpu" / "failures.json"
+    rows = list(filter(current, json.loads(path.read_text()))) if path.exists() else []
     done = {(row["kind"], row["phase"], row["plan"]) for row in rows}
     cases = [case for case in product(KINDS, PHASES, PLANS) if case not in done][:at_most]
     with ThreadPoolExecutor(at_once) as pool:
         for row in pool.map(lambda arguments: undisturbed(*arguments), cases):
             rows.append(row | {"holds": holds(row)})
-            write_rows("failures", rows, folder="cpu")  # after each, as the table takes half an hour
+            write_rows("failures", rows, folder="cpu", children=CHILDREN)  # after each, as the table takes half an hour
             print(" ".join(f"{k}={v}" for k, v in rows[-1].items() if k not in ("unit", "timeout")), flush=True)
     print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import tyro
 from torch.multiprocessing import start_processes
 
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 from bench.sparse_attention import SETS, graph_of
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.config import TrainConfig
@@ -149,7 +149,7 @@ def main(root: Path, sets: tuple[str, ...] = (*SETS, "tolokers"), seconds: tuple
             ways = ", ".join(f"{way} {words.format(**timing[way])}" for way in WAYS)
             print(f"{row['set']}, a step of {world_size} processes: {ways}", flush=True)
             rows.append(timing)
-        print(write_rows(f"halo/{row['set']}", rows, folder="cpu"))
+        print(write_rows(f"halo/{row['set']}", rows, folder="cpu", children=PACKAGE))
 
 
 if __name__ == "__main__":

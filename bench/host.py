@@ -128,7 +128,7 @@ def measure(checkouts: dict[str, Path]) -> dict[str, np.ndarray]:
 
 def main(old: Path | None = None) -> None:
     """Print medians and the spread, and write the rows to bench/results/cpu/host.json."""
-    from bench.provenance import write_rows
+    from bench.provenance import PACKAGE, write_rows
 
     found = measure({"new": HERE} | ({} if old is None else {"old": old.resolve()}))
     rows = []
@@ -154,7 +154,7 @@ def main(old: Path | None = None) -> None:
             print(f"{direction}: ratio {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=old, capture_output=True, text=True)
         rows = [row | {"old_commit": commit.stdout.strip()} for row in rows]
-    print(write_rows("host", rows, folder="cpu"))
+    print(write_rows("host", rows, folder="cpu", children=PACKAGE))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,14 @@ import tyro
 
 from bench.mutant_list import AREAS, MUTANTS, Mutant
 from bench.mutant_plans import PLANS_AND_SHARES
-from bench.provenance import RESULTS, write_rows
-from megagraph.provenance import provenance
+from bench.provenance import PACKAGE, RESULTS, current, write_rows
 
 ROOT = Path(__file__).parent.parent
 SUITE = ("-n", "auto", "--dist", "loadgroup")
-OWN = "tests/bench/test_suite.py::test_mutants_change_one_place_and_are_programs"  # fails on every mutant
+OF_SOURCES = (  # fail on every mutant
+    "--deselect=tests/bench/test_suite.py::test_mutants_change_one_place_and_are_programs",
+    "--deselect=tests/bench/test_rows.py",
+)
 GIVE_UP = 3600.0  # seconds; a mutant may hang
 
 
@@ -51,7 +53,7 @@ class Said:
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> Said:
     """The tests on the files below ``root``, up to the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "--deselect", OWN, *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", *OF_SOURCES, *tests]
     environment = os.environ | {"PYTHONPATH": str(root)}
     with subprocess.Popen(
         command,
@@ -147,13 +149,13 @@ def draw(seed: int, of_each_area: int = 8) -> Iterator[str]:
 
 
 def main(quick: bool = False, plans: bool = False, draw_seed: int | None = None, at_most: int | None = None) -> None:
-    """Judge ``at_most`` of the mutants that these files of the package have no row of."""
+    """Judge ``at_most`` of the mutants that these sources have no row of."""
     name, mutants = ("mutants-plans", PLANS_AND_SHARES) if plans else ("mutants", MUTANTS)
     if draw_seed is not None:
         print("\n".join(draw(draw_seed)))
         return
-    path, tree = RESULTS / "cpu" / f"{name}.json", provenance()["tree"]
-    rows = [row for row in json.loads(path.read_text()) if row["tree"] == tree] if path.exists() else []
+    path = RESULTS / "cpu" / f"{name}.json"
+    rows = list(filter(current, json.loads(path.read_text()))) if path.exists() else []
     done = {(row["mutant"], row["file"]) for row in rows if row["quick"] == quick}
     sound: dict[tuple[str, ...], Said] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -161,7 +163,7 @@ def main(quick: bool = False, plans: bool = False, draw_seed: int | None = None,
         subprocess.run(["git", "clone", "-q", ROOT, root], check=True)
         for mutant in [mutant for mutant in mutants if (mutant.name, mutant.file) not in done][:at_most]:
             rows.append(judge(root, mutant, quick, sound))
-            write_rows(name, rows, folder="cpu")
+            write_rows(name, rows, folder="cpu", children=(*PACKAGE, "tests"))
             print(f"{mutant.name} ({mutant.file}): {rows[-1]['killed_by'] or 'SURVIVES'}", flush=True)
     counts = Counter(row["suite"] for row in rows if row["quick"] == quick)
     found = {suite: counts[suite] for suite in ("file", "quick", "slow")}

@@ -20,7 +20,7 @@ from typing import Any
 
 import tyro
 
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 
 ROUNDS, IMPORT, HELP = 7, 1.3, 1.0
 OPERATOR = """
@@ -90,7 +90,7 @@ def main() -> None:
         f"help, at most {HELP} s": max(times["help"], times["train help"], times["misspelt"]) <= HELP,
     }
     print(*(f"{what}: {'holds' if holds else 'FAILS'}" for what, holds in judged.items()), sep="\n")
-    write_rows("package", rows, folder="cpu")
+    write_rows("package", rows, folder="cpu", children=PACKAGE)
 
 
 if __name__ == "__main__":

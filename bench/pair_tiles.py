@@ -27,7 +27,7 @@ from bench.compile_report import compile_variant
 from bench.floors import RATES
 from bench.halo import CONFIG
 from bench.predict import DEVICE, L2, LIKELY
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import RESULTS, from_rows, write_rows
 from bench.sparse_attention import graph_of
 from megagraph.data.full import FullBatches
 from megagraph.evaluate import batches
@@ -36,6 +36,7 @@ from megagraph.kernels.variants import Variant
 SETS = ("citeseer", "pubmed", "computers", "tolokers", "wordnet30", "debian12")
 HEIGHTS, HEADS = (16, 32, 64), 8
 WIDTHS = {16: 32, 64: 16}  # gathered rows of a tile, by numbers of a head
+WALK = RESULTS / "compile" / "list_walk.json"
 
 
 def instructions(height: int, head_dim: int) -> dict[str, float]:
@@ -82,7 +83,7 @@ def cost(
 
 def walks(head_dim: int) -> dict[int, dict[str, float]]:
     """Instructions of the walk of lists, by how many pairs it takes at a time."""
-    rows = json.loads((RESULTS / "compile" / "list_walk.json").read_text(encoding="utf-8"))
+    rows = json.loads(WALK.read_text(encoding="utf-8"))
     rows = [row for row in rows if (row["form"], row["head_dim"]) == ("bucket", head_dim)]
     return {n: {row["kernel"]: row["total"] for row in rows if row["pairs_at_once"] == n} for n in (16, 32)}
 
@@ -125,6 +126,7 @@ def main(root: Path, sets: tuple[str, ...] = SETS) -> None:
             rows = layouts(starts, columns, head_dim, counts)
             for row in rows:
                 row |= {"set": Path(name).name, "pairs": len(columns), "head_dim": head_dim}
+                row |= {"from_rows": from_rows(WALK)}
                 row["unit"] = "instructions and bytes an existing pair"
                 print(_line(row))
             print(f"  least: {min(rows, key=lambda row: row['ms'])['layout']}")

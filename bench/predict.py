@@ -29,7 +29,7 @@ import torch
 import megagraph as mg
 from bench.compile_report import BY_KEYS, Launch, compiled_launches, l2_bytes, programs_per_sm
 from bench.floors import HERTZ, RATES, SMS, Rates, floor, hbm_bytes
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import RESULTS, from_rows, write_rows
 from bench.sass import read_cubin
 from bench.shapes import FORMS, NUM_BUCKETS, NUM_CHANNELS, SHAPES, Case, square
 from megagraph.attention.bias import Bias
@@ -40,6 +40,7 @@ DEVICE = "NVIDIA H200"
 LIKELY = 0.7  # of the issue slots
 L2 = 5.5e12  # bytes a second, assumed: no figure of the vendor's
 MMA_SYNC = 0.63  # of wgmma's rate (arXiv:2402.13499, section 5.3)
+HOST = RESULTS / "cpu" / "host.json"
 GAP = 1.5e-6  # seconds from kernel to kernel in one stream, assumed
 
 
@@ -166,7 +167,7 @@ def peer_seconds(case: Case, backward: bool, rates: Rates) -> float:
 
 def host_seconds(case: Case, backward: bool) -> float:
     """Median over shapes, as measured on the machine of the rows."""
-    rows = json.loads((RESULTS / "cpu" / "host.json").read_text(encoding="utf-8"))
+    rows = json.loads(HOST.read_text(encoding="utf-8"))
     direction = "backward" if backward else "forward"
     of_form = [r["new"]["median"] for r in rows if r["form"] == case.form and r["direction"] == direction]
     return float(np.median(of_form)) * 1e-6
@@ -190,7 +191,7 @@ def predict(case: Case, backward: bool) -> dict[str, Any]:
     row["host"] = host_seconds(case, backward)
     found = floor(case, row["direction"], rates)
     row |= {"floor": found and found.seconds, "peer": peer_seconds(case, backward, rates), "kernels": kernels}
-    return row | {"predicted_for": DEVICE}
+    return row | {"predicted_for": DEVICE, "from_rows": from_rows(HOST)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

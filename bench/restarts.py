@@ -36,10 +36,9 @@ import torch
 import tyro
 
 from bench.killer import PHASES
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import PACKAGE, RESULTS, current, write_rows
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
-from megagraph.provenance import provenance
 from megagraph.run import Run
 
 ROOT = Path(__file__).parent.parent
@@ -190,10 +189,10 @@ def steps_of(run: Path) -> int:
 
 
 def main(signals: bool = False, at_once: int = 1, at_most: int | None = None, seed: int = 0) -> None:
-    """Measure ``at_most`` of the cases that these files of the package have no row of."""
+    """Measure ``at_most`` of the cases that these sources have no row of."""
     name = "restarts_signals" if signals else "restarts"
-    path, tree = RESULTS / "cpu" / f"{name}.json", provenance()["tree"]
-    rows = [row for row in json.loads(path.read_text()) if row["tree"] == tree] if path.exists() else []
+    path = RESULTS / "cpu" / f"{name}.json"
+    rows = list(filter(current, json.loads(path.read_text()))) if path.exists() else []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_store(synthetic_graph(num_nodes=600, num_classes=3, in_features=16, seed=0), folder / "store")
@@ -211,7 +210,7 @@ def main(signals: bool = False, at_once: int = 1, at_most: int | None = None, se
             measure = tell if signals else kill
             for row in pool.map(lambda case: measure(folder, *case), [c for c in cases if c not in done][:at_most]):
                 rows.append(row)
-                write_rows(name, rows, folder="cpu")
+                write_rows(name, rows, folder="cpu", children=PACKAGE)
                 print(" ".join(f"{key}={value}" for key, value in row.items() if key != "unit"), flush=True)
     print(f"{sum(row['holds'] for row in rows)} of {len(rows)} hold")
 

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from scipy.stats import theilslopes
 
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 from bench.restarts import finish, start, steps_of, torchrun
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
@@ -110,4 +110,4 @@ def soak() -> None:
             print(rows[-1], flush=True)
             if not rows[-1]["holds"]:
                 print((folder / "log").read_text()[-3000:])
-    write_rows("soak", rows, folder="cpu")
+    write_rows("soak", rows, folder="cpu", children=PACKAGE)

@@ -36,7 +36,7 @@ from torch_geometric.utils import softmax
 
 import megagraph as mg
 from bench.processes import peak_resident
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, write_rows
 from megagraph.data.coarsen import partition
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph
@@ -221,7 +221,7 @@ def main(root: Path, only: tuple[str, ...] = tuple(SETS)) -> None:
             + f", peak {row['peak_ratio']:.2f} of theirs",
             flush=True,
         )
-    print(write_rows("sparse_attention", rows))
+    print(write_rows("sparse_attention", rows, children=PACKAGE))
 
 
 if __name__ == "__main__":

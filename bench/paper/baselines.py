@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch_geometric.nn import GATConv, GCNConv, Polynormer, SAGEConv, SGFormer
 from torch_geometric.utils import to_torch_csr_tensor
 
+from bench.provenance import sized
 from megagraph.data.graph import Graph, Split
 from megagraph.objective import measures
 
 Baseline = Literal["gcn", "sage", "gat", "sgformer", "polynormer"]
 EVERY = 4  # epochs from one look at the validation nodes to the next
 PATIENCE = 200  # epochs without a better one
-MOST_EPOCHS = 2000
+MOST_EPOCHS = sized(2000, quick=8)
 _HEADS = 4  # of GAT
 
 

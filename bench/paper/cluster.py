@@ -31,21 +31,22 @@ from bench import network
 from bench.network import Bed
 from bench.paper import real_plans
 from bench.paper.real_plans import Bench, predict
-from bench.provenance import RESULTS, provenance, write_rows
+from bench.provenance import RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
 from megagraph.planner import fit, search
 from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
 
-CONFIG = replace(real_plans.CONFIG, dim=64, ffn_dim=64)
+CONFIG = replace(real_plans.CONFIG, dim=sized(64, quick=32), ffn_dim=sized(64, quick=32))
 LAYERS = CONFIG.layers
-BEDS = {
+BEDS: dict[str, Bed] = {
     "2x1-16": Bed(per_node=1, mbit=16, speeds=(0.9, 0.9)),
     "2x2-20": Bed(per_node=2, mbit=20, speeds=(0.45,) * 4),
     "2x2-50": Bed(per_node=2, mbit=50, speeds=(0.45,) * 4),
     "2x1-50-half": Bed(per_node=1, mbit=50, speeds=(0.9, 0.45)),
 }
+BEDS = sized(BEDS, quick={"2x1-50-half": BEDS["2x1-50-half"]})
 TWO = (
     Plan(dp=2),
     Plan(dp=2, shard=True),
@@ -70,7 +71,8 @@ FOUR = (
     Plan(pp=2, dp=2, layers=(4, 4), num_microbatches=4, schedule="1f1b"),
     Plan(pp=2, cp=2, layers=(4, 4), num_microbatches=4),
 )
-ROUNDS, MOST_ROUNDS, AGREE, TIMEOUT = 4, 10, 0.9, 7200.0
+ROUNDS, MOST_ROUNDS = sized((4, 10), quick=(2, 2))
+AGREE, TIMEOUT = 0.9, 7200.0
 CORRELATION, REGRET, MAPE, SPAN = 0.9, 1.1, 0.15, 2.0
 FOLDER = RESULTS / "cpu" / "cluster"
 
@@ -178,7 +180,7 @@ def judge() -> None:
     axes.set(xlabel="measured seconds of a step", ylabel="predicted", xscale="log", yscale="log")
     axes.legend(frameon=False)
     save(figure, first, FOLDER / "plans.svg")
-    (FOLDER / "judgement.json").write_text(json.dumps(found | provenance(), indent=1) + "\n")
+    write_judgement(FOLDER / "judgement.json", found, *(FOLDER / f"{name}.json" for name in found))
 
 
 if __name__ == "__main__":

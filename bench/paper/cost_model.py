@@ -5,10 +5,10 @@
     python -m bench.paper.cost_model judge       # three holdouts, from the rows alone
 
 A configuration is b sequences of N = 256 nodes through l layers with h heads of a width d. A row of time is a forward
-and backward pass of HierarchicalGT, the median of 5 runs; all configurations run once before any runs again. A row of
-memory is what torch's MemTracker saw of a training step on real tensors (on a GPU the allocator's peak). Three large
-configurations also report by how much the unique set of a process of their own grows, and five of a third of that size
-or less, from which the model learns how much more than its tensors a process takes.
+and backward pass of HierarchicalGT, the mean of 5 runs but the slowest; all configurations run once before any runs
+again. A row of memory is what torch's MemTracker saw of a training step on real tensors (on a GPU the allocator's
+peak). Three large configurations also report by how much the unique set of a process of their own grows, and five of a
+third of that size or less, from which the model learns how much more than its tensors a process takes.
 
 Holdouts, fixed before the rows: a random third (seed 0), all of l >= 24, all of d = 128.
 """
@@ -28,7 +28,7 @@ import tyro
 from scipy.optimize import nnls
 from tqdm import tqdm
 
-from bench.provenance import RESULTS, provenance
+from bench.provenance import RESULTS, current, write_judgement, write_rows
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.fitting import (
@@ -43,7 +43,7 @@ from megagraph.planner.fitting import (
     r_squared,
     time_errors,
 )
-from megagraph.planner.measure.clock import Clock, median
+from megagraph.planner.measure.clock import Clock, average
 from megagraph.planner.measure.design import Point, random_inputs
 from megagraph.planner.measure.memory import observe_memory, observe_process
 
@@ -113,32 +113,34 @@ def measure(part: str, subset: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(THREADS)
     sizes = list(product((1, 2), (2, 4), (4,), (32, 64)) if subset else product(SEQUENCES, LAYERS, HEADS, WIDTHS))
-    path = _folder(subset) / f"{part}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    origin = provenance()
+    folder = _folder(subset)
+    path = folder / f"{part}.json"
+    found = json.loads(path.read_text()) if path.exists() else []
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {(row["kind"], *_size(row)): row for row in found}
 
-    def add(name: str, row: dict[str, Any]) -> None:
-        rows[name] = row | origin
-        path.with_suffix(".part").write_text(json.dumps(rows, indent=1) + "\n")
-        path.with_suffix(".part").replace(path)
+    def done(*key: Any) -> dict[str, Any]:
+        """What these sources have measured of it."""
+        return rows[key] if key in rows and current(rows[key]) else {}
+
+    def add(row: dict[str, Any]) -> None:
+        rows[(row["kind"], *_size(row))] = row
+        write_rows(part, rows.values(), folder=folder.relative_to(RESULTS).as_posix())
 
     for size in tqdm(sizes if part == "memory" else (), desc="memory"):
-        if f"memory {size}" not in rows:
-            add(f"memory {size}", observe_memory(point(*size), device) | {"unit": "bytes"})
+        if not done("memory", *size):
+            add(observe_memory(point(*size), device) | {"unit": "bytes"})
     for size in () if device.type == "cuda" or part != "memory" else LARGE[:1] if subset else (*MEDIUM, *LARGE):
-        if f"process {size}" not in rows:
+        if not done("process", *size):
             spawn = multiprocessing.get_context("spawn")
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=send_process, args=(point(*size), theirs))
             process.start()
-            add(f"process {size}", ours.recv() | {"unit": "bytes"})
+            add(ours.recv() | {"unit": "bytes"})
             process.join()
     passes: dict[tuple[int, ...], Callable[[], float]] = {}
     for run in range(ROUNDS if part == "time" else 0):
         for size in tqdm(sizes, desc=f"time {run + 1}/{ROUNDS}"):
-            name = f"time {size}"
-            samples = rows.get(name, {}).get("all_seconds", [])
+            samples = done("model", *size).get("all_seconds", [])
             if len(samples) > run:
                 continue
             if size not in passes:
@@ -146,16 +148,17 @@ def measure(part: str, subset: bool) -> None:
                 passes[size]()  # warm-up
             samples = [*samples, passes[size]()]
             row = fields(point(*size)) | {"kind": "model", "direction": "forward_backward", "unit": "s"}
-            add(name, row | {"all_seconds": samples} | median(samples))
+            add(row | {"all_seconds": samples} | average(samples))
     print(path)
 
 
 def judge(subset: bool) -> None:
-    """Fit to the rest, predict the held-out rows, print, and write judgement.json, cost.json and costmodel.png."""
+    """Fit to the rest, predict the held-out rows, print, and write judgement.json and costmodel.png."""
     from megagraph.planner import plots
 
     folder = _folder(subset)
-    rows = [row for part in ("memory", "time") for row in json.loads((folder / f"{part}.json").read_text()).values()]
+    parts = [folder / f"{part}.json" for part in ("memory", "time")]
+    rows = [row for part in parts for row in json.loads(part.read_text())]
     times = [row for row in rows if row["kind"] == "model"]
     assert times, "measure the time first"
     memory = [row for row in rows if row["kind"] == "memory"]
@@ -188,8 +191,7 @@ def judge(subset: bool) -> None:
         print(f"{name:<36} {value:>8.4f}  {f'{sign} {bound}' if sign else '':<10}{verdict}")
     spread = float(np.median([row["spread"] for row in times]))
     print(f"median spread of the {len(times)} times: {spread:.1%}")
-    (folder / "judgement.json").write_text(json.dumps(found | {"spread": spread} | provenance(), indent=1) + "\n")
-    cost.save(folder / "cost.json")
+    write_judgement(folder / "judgement.json", found | {"spread": spread}, *parts)
     plots.costmodel(cost, [*times, *memory], folder / "costmodel.png")
 
 

@@ -14,6 +14,7 @@ Fixed: ANS-GT's configuration, seed 0, random 60/20/20 split, batches of 32 targ
 from __future__ import annotations
 
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from bench.provenance import write_rows
+from bench.provenance import sized, write_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch
@@ -34,7 +35,8 @@ from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.objective import loss_sum
 
 ANS_GT = dict(layers=4, dim=128, ffn_dim=128, heads=8, sample_nodes=14, samples=8, global_tokens=1, channels=6)
-SEED, BATCH_SIZE, EPOCHS, WARMUP_STEPS = 0, 32, 3, 5
+SEED, BATCH_SIZE, WARMUP_STEPS = 0, 32, 5
+EPOCHS, STEPS = sized((3, None), quick=(1, 8))  # of an epoch; None: all
 
 
 class EagerLayer(nn.Module):
@@ -174,7 +176,7 @@ def main(dataset: Literal["citeseer", "cora", "computers"], root: Path) -> None:
             contender.seconds.clear()
         waiting = time.perf_counter()
         loading.append(0.0)
-        for batch in loader.epoch(epoch):
+        for batch in islice(loader.epoch(epoch), STEPS):
             loading[-1] += time.perf_counter() - waiting
             pair = (ours, eager) if step % 2 else (eager, ours)
             for contender in pair:

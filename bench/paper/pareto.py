@@ -31,7 +31,7 @@ from bench import network
 from bench.network import Bed
 from bench.paper.cluster import CONFIG
 from bench.paper.real_plans import DEVICE, Bench, predict
-from bench.provenance import RESULTS, provenance, write_rows
+from bench.provenance import RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
 from megagraph.planner import fit, search
@@ -39,7 +39,8 @@ from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
 
 BED = Bed(nodes=1, per_node=4, mbit=1000, speeds=(0.45,) * 4)
-DRAWN, ROUNDS, TIMEOUT = 24, 3, 3600.0
+DRAWN, ROUNDS = sized((24, 3), quick=(2, 1))
+TIMEOUT = 3600.0
 LEAST, KINDS, CORRELATION, MAPE, MEMORY, SLACK = 166, 5, 0.9, 0.15, 0.10, 1.10
 FOLDER = RESULTS / "cpu" / "pareto"
 
@@ -126,9 +127,8 @@ def judge() -> None:
     for name, (value, sign, bound) in found.items():
         holds = value >= bound if sign == ">=" else value <= bound
         print(f"  {name:<30} {value:8.3f}  {sign} {bound}  {'holds' if holds else 'FAILS'}")
-    (FOLDER / "judgement.json").write_text(
-        json.dumps({name: value for name, (value, *_) in found.items()} | provenance(), indent=1) + "\n"
-    )
+    values = {name: value for name, (value, *_) in found.items()}
+    write_judgement(FOLDER / "judgement.json", values, FOLDER / "plans.json")
     figure, axes = draw(5.5, 4)
     for kind in sorted({kind_of(row) for row in rows}):
         points = [(r["predicted_seconds"], max(r["predicted_bytes"]) / 2**20) for r in rows if kind_of(r) == kind]

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.processes import peak_resident
-from bench.provenance import RESULTS, write_rows
+from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
@@ -47,7 +47,8 @@ from megagraph.planner.plan import Plan
 
 SPLITS = ("6,6,6,6", "3,7,7,7")
 SCHEDULES = ("gpipe", "1f1b")
-STAGES, TRACKED_STEPS, WARMUP_STEPS, STEPS = 4, 2, 1, 6
+STAGES, TRACKED_STEPS, WARMUP_STEPS = 4, 2, 1
+STEPS = sized(6, quick=1)
 MIB = 2**20
 
 
@@ -216,7 +217,7 @@ def main(plot_only: Annotated[bool, tyro.conf.arg(name="plot")] = False) -> None
                 rows += of_split
                 losses.append(loss)
         assert np.ptp(np.array(losses), axis=0).max() < 1e-4, "the splits do not compute the same"
-        write_rows("pipeline_stages/stages", rows, folder="cpu")
+        write_rows("pipeline_stages/stages", rows, folder="cpu", children=PACKAGE)
     plot(json.loads((folder / "stages.json").read_text()), folder / "stages.svg")
 
 

@@ -31,17 +31,19 @@ import numpy as np
 import tyro
 
 from bench.processes import Child, run
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, sized, write_rows
 
-NODES, EDGES, FEATURES, CLASSES, SEED = 2_449_029, 61_859_140, 100, 47, 0
-CLUSTERS, SUPER_NODES = 8192, 255
-TRAIN = {"batching": "cluster", "sequence_nodes": 4096, "super_nodes": 256, "batch_size": 1, "workers": 1}
+NODES, EDGES, CLUSTERS = sized((2_449_029, 61_859_140, 8192), quick=(50_000, 500_000, 256))
+FEATURES, CLASSES, SEED = 100, 47, 0
+SUPER_NODES = 255
+SEQUENCE = sized({"sequence_nodes": 4096, "super_nodes": 256}, quick={"sequence_nodes": 512, "super_nodes": 32})
+TRAIN = {"batching": "cluster", **SEQUENCE, "batch_size": 1, "workers": 1}
 FULL = {"batching": "full", "hops": 1, "top": 0, "layers": 2, "dim": 64, "ffn_dim": 64, "heads": 8, "super_nodes": 257}
 LARGER = {"layers": 4, "dim": 128, "ffn_dim": 128, "gpu_bytes": 141 * 10**9}
 FULL_LISTS = {"limit_seconds": 900, "limit_bytes": 16 * 2**30}
 FULL_STEP = {"limit_seconds": 600, "limit_bytes": 22 * 2**30}  # of the step; of all that the process has then
 FIRST_STEP_SECONDS = 60  # at most
-EARLY_STEP, LATE_STEP, GROWTH_BYTES = 20, 100, 50_000_000  # of USS in between, at most
+(EARLY_STEP, LATE_STEP), GROWTH_BYTES = sized((20, 100), quick=(2, 4)), 50_000_000  # of USS in between, at most
 
 Method = Literal["propagation", "metis"]
 Step = Literal["generate", "propagation", "metis", "first-step", "train", "full"]
@@ -58,7 +60,7 @@ def main(folder: Path, step: Step, child: bool = False) -> None:
     else:
         rows = _train(folder, step) if step in ("first-step", "train") else _build(folder, step)
     print(json.dumps(rows, indent=1))
-    print(write_rows(f"products_size/{step}", rows))
+    print(write_rows(f"products_size/{step}", rows, children=PACKAGE))
 
 
 def _build(folder: Path, step: str) -> list[dict[str, Any]]:

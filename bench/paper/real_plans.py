@@ -34,7 +34,7 @@ from scipy.stats import spearmanr
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench.paper.pipeline_stages import LiveBytes
-from bench.provenance import RESULTS, provenance, write_rows
+from bench.provenance import RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
 from megagraph.attention.dropout import dropout_keys
@@ -51,12 +51,12 @@ from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
 
 RANKS, LAYERS, SEQUENCES = 2, 8, 16
-ROUNDS, FINAL_ROUNDS, PROFILE_SECONDS = 9, 15, 60.0
+ROUNDS, FINAL_ROUNDS, PROFILE_SECONDS = sized((9, 15, 60.0), quick=(2, 1, 8.0))
 CONFIG = TrainConfig(
     batching="cluster",
     layers=LAYERS,
-    dim=128,
-    ffn_dim=128,
+    dim=sized(128, quick=32),
+    ffn_dim=sized(128, quick=32),
     heads=4,
     dropout=0.1,
     input_dropout=0.1,
@@ -67,11 +67,12 @@ CONFIG = TrainConfig(
     seed=0,
     device="cpu",
 )
+SPLITS = sized(tuple(range(1, LAYERS)), quick=(LAYERS // 2,))
 PLANS = (
     Plan(dp=2, layers=(LAYERS,)),
     Plan(cp=2, layers=(LAYERS,)),
     Plan(cp=2, layers=(LAYERS,), comm="allgather"),
-    *(Plan(pp=2, layers=(i, LAYERS - i), num_microbatches=k) for i in range(1, LAYERS) for k in (1, 2, 4, 8)),
+    *(Plan(pp=2, layers=(i, LAYERS - i), num_microbatches=k) for i in SPLITS for k in (1, 2, 4, 8)),
 )
 MAPE, CORRELATION, SLACK, REGRET, MEMORY_ERROR = 0.15, 0.9, 0.05, 1.05, 0.10
 FOLDER = RESULTS / "cpu" / "real_plans"
@@ -157,12 +158,11 @@ def _worker(rank: int, folder: str) -> None:
     profiled = bench.profile()
     chosen: list[Any] = [None, None]
     if rank == 0:
-        cost = fit(profiled)
+        cost = fit(json.loads(write_rows("real_plans/profile", profiled, folder="cpu").read_text()))
         best = search(cost, cost.profiled()[0], RANKS, auto.memory_bytes(DEVICE)).best.plan
         plans = PLANS if best in PLANS else (*PLANS, best)
         chosen = [plans, best]
         rows = predict(cost, plans)
-        write_rows("real_plans/profile", profiled, folder="cpu")
         cost.save(FOLDER / "cost.json")
     dist.broadcast_object_list(chosen)
     plans, best = chosen
@@ -228,7 +228,7 @@ def judge() -> None:
         verdict = f"{sign} {bound:.3f}  {'holds' if holds else 'FAILS'}" if sign else ""
         print(f"{name:<40} {value:>8.3f}  {verdict}")
     print(f"chosen: {chosen}; final rounds: {finals}")
-    (FOLDER / "judgement.json").write_text(json.dumps(found | {"chosen": chosen} | provenance(), indent=1) + "\n")
+    write_judgement(FOLDER / "judgement.json", found | {"chosen": chosen}, FOLDER / "plans.json")
     figure, axes = draw(4.5, 3.6)
     for label, pick in (("pp = 2", lambda row: row["pp"] == 2), ("cp = 2, dp = 2", lambda row: row["pp"] == 1)):
         points = [(s, row["predicted_seconds"]) for row, s in zip(rows, measured, strict=True) if pick(row)]

@@ -26,7 +26,7 @@ import tyro
 
 from bench.paper.epoch_time import Contender, EagerANSGT
 from bench.processes import peak_resident
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, sized, write_rows
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
@@ -34,9 +34,9 @@ from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 
-SIZES = ((145, 256), (145, 64), (33, 256), (289, 64))  # nodes and sequences
-ROUNDS, MEMORY, TIME = 5, 0.25, 0.5
-LOSS_STEPS, LOSS, SEED = 20, 1e-9, 0
+SIZES = sized(((145, 256), (145, 64), (33, 256), (289, 64)), quick=((145, 8),))  # nodes and sequences
+ROUNDS, LOSS_STEPS = sized((5, 20), quick=(1, 5))
+MEMORY, TIME, LOSS, SEED = 0.25, 0.5, 1e-9, 0
 FEATURES, CLASSES, CHANNELS = 64, 8, 4
 
 
@@ -123,10 +123,10 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
         for what, (part, most) in parts.items():
             verdict = "" if len(rows) > 1 else f", at most {most}: {'holds' if part <= most else 'FAILS'}"
             print(f"  {what} {part:.3f} of the eager model's{verdict}")
-        write_rows("step_memory", rows, folder="cpu")
+        write_rows("step_memory", rows, folder="cpu", children=PACKAGE)
 
 
-def losses(root: Path, datasets: tuple[str, ...] = ("cora", "computers")) -> None:
+def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), quick=("cora",))) -> None:
     """Train both, print the largest difference, and write bench/results/cpu/step_losses.json."""
     rows = []
     for dataset in datasets:

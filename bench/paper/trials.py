@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.provenance import sized
+
 BASELINES = ("gcn", "sage", "gat", "sgformer", "polynormer")
 OURS = ("megagraph", "megagraph-unbiased", "graphormer")
 TUNING_SEED = 0  # reports are of the seeds 1, 2, ..., and tuning of none of these
@@ -39,7 +41,7 @@ class Set:
     systems: tuple[str, ...] = (*BASELINES, *OURS)
 
 
-SETS = {
+SETS: dict[str, Set] = {
     "cora": Set(dataset="cora", most_seconds=100, tuned=True, tuning_seeds=(TUNING_SEED, *MORE_SEEDS)),
     "pubmed": Set(dataset="pubmed", epochs=250, most_seconds=400, tuned=True),
     "computers": Set(dataset="computers", epochs=300, most_seconds=430, tuned=True),
@@ -53,6 +55,8 @@ SETS = {
         for name in ("cora", "citeseer", "pubmed")
     },
 }
+SETS |= sized({}, quick={"cora": Set(dataset="cora", most_seconds=60, epochs=3, tuned=True, seeds=1)})
+COMPARED = sized(tuple(SETS), quick=("cora",))
 
 _CONVOLUTIONS: list[dict[str, Any]] = [
     dict(layers=2, hidden=256, dropout=0.5, norm="none", residual=False, learning_rate=0.01, weight_decay=5e-4),
@@ -114,6 +118,7 @@ TRIALS: dict[str, list[dict[str, Any]]] = {
     # the same pairs between other nodes: all that the bias says is wrong
     "megagraph-unbiased": [trial | dict(shuffle_structure=True) for trial in _OURS],
 }
+TRIALS = sized(TRIALS, quick={name: trials[:1] for name, trials in TRIALS.items()})
 
 
 def of_name(name: str) -> Set:

@@ -18,7 +18,7 @@ import tyro
 
 from bench.paper.trials import SETS, path_of
 from bench.processes import run
-from bench.provenance import write_rows
+from bench.provenance import PACKAGE, sized, write_rows
 
 MOST_SECONDS, MOST_BYTES = 3600, 24 * 2**30
 SETTINGS: dict[str, Any] = dict(
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = dict(
     dim=128,
     ffn_dim=128,
     heads=8,
-    epochs=120,
+    epochs=sized(120, quick=2),
     learning_rate=3e-3,
     weight_decay=0.01,
     dropout=0.2,
@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = dict(
 )
 
 
-def main(root: Path, sets: tuple[str, ...] = ("wordnet30", "debian12")) -> None:
+def main(root: Path, sets: tuple[str, ...] = sized(("wordnet30", "debian12"), quick=("wordnet30",))) -> None:
     """Train, print the rows and write them."""
     for name in sets:
         with tempfile.TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def main(root: Path, sets: tuple[str, ...] = ("wordnet30", "debian12")) -> None:
         row = {"set": name, "unit": "s", "settings": SETTINGS, **took, "most_seconds": MOST_SECONDS}
         row |= {"most_bytes": MOST_BYTES, "summary": summary}
         print(json.dumps(row, indent=1), flush=True)
-        write_rows(name, [row], folder="cpu/whole_graphs")
+        write_rows(name, [row], folder="cpu/whole_graphs", children=PACKAGE)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
     origin: dict[str, str] = {
         name: str(checked[0][name])
-        for name in ("device", "device_type", "impl", "dtype", "torch", "python", "commit", "ranks_per_node")
+        for name in ("device", "device_type", "impl", "dtype", "torch", "python", "commit", "sources", "ranks_per_node")
         if name in checked[0]
     }
     return CostModel(

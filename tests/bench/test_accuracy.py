@@ -50,7 +50,7 @@ def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results
     assert accuracy.best_trial("cora", "gcn") == 2
     assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results) == (trials.TRIALS["gcn"][2], "cora")
     written = json.loads((results / "cpu/accuracy/cora.jsonl").read_text().splitlines()[0])
-    assert written.keys() >= {"device", "torch", "commit", "tree"}
+    assert written.keys() >= {"device", "torch", "commit", "tree", "sources"}
 
 
 def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(results, monkeypatch):

@@ -1,0 +1,264 @@
+"""What README and the pages say that rows say: each sentence with its figures as the rows have them now.
+
+A page function yields pieces of its page; `wrong` finds those that do not stand there. Where rows change, so must the
+page: a piece says what to write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+At = Callable[[str], Any]  # what a file below bench/results holds
+MIB, GIB = 2**20, 2**30
+SHAPES = ((8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32))
+PEERS = {"sdpa_efficient": "SDPA efficient", "flex_attention": "FlexAttention", "jax_cudnn": "JAX, cuDNN"}
+
+
+def by(rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """The one row with these values."""
+    (found,) = (row for row in rows if all(row.get(name) == value for name, value in fields.items()))
+    return found
+
+
+def best(rows: list[dict[str, Any]], ours: bool, shape: tuple[int, ...], form: str, direction: str) -> dict[str, Any]:
+    """The fastest of ours, or of the peers, at one of the five shapes."""
+    here = [row for row in rows if row["series"] == "shapes" and (row["form"], row["direction"]) == (form, direction)]
+    here = [row for row in here if tuple(row[name] for name in "BHND") == shape and "median" in row]
+    return min((r for r in here if r["contender"].startswith("megagraph") == ours), key=lambda row: row["median"])
+
+
+def readme(at: At) -> Iterator[str]:
+    shape, rows = (1, 8, 8192, 64), at("h200/attention.json")
+    ours, peer = (1e3 * best(rows, mine, shape, "bucket", "forward_backward")["median"] for mine in (True, False))
+    yield f"| {ours:.2f} ms; fastest peer, SDPA, {peer:.1f} ms |"
+    ratio = by(at("cpu/attention.json"), form="bucket", N=2048)["eager_ratio"]
+    yield "| {of_medians:.1f} times faster than eager PyTorch ({range[0]:.1f} to {range[1]:.1f}) |".format(**ratio)
+    (epoch,) = at("cpu/epoch_time/citeseer.json")
+    yield f"| {median(epoch['ours_epoch_seconds']):.1f} s, {epoch['ratio_median']:.2f} times less than eager ANS-GT |"
+    ours, gcn = (" / ".join(f"{accuracies(at, name, m)[0]:.1f}" for name in GRAPHS) for m in ("hierarchical", "gcn"))
+    yield f"| {ours} %; a GCN: {gcn} % |"
+    beds = [row for row in at("cpu/cluster/judgement.json").values() if "MAPE" in row]
+    low, *_, high = sorted(row["Spearman of predicted and measured"] for row in beds)
+    regret = max(row["chosen / fastest"] for row in beds) - 1
+    yield f"rank correlation {low:.2f} to {high:.2f}; the chosen one within {100 * regret:.0f} % of the fastest"
+    kills = at("cpu/restarts.json")
+    yield f"{sum(row['holds'] for row in kills)} of {len(kills)} runs went on to the same bits"
+    yield f"{by(at('cpu/package.json'), what='megagraph')['value']:.0f} MB with torch"
+
+
+GRAPHS = ("citeseer", "cora", "computers")
+
+
+def accuracies(at: At, name: str, model: str) -> tuple[float, float]:
+    """Mean and standard deviation over the seeds, in percent."""
+    values = [100 * row["test_accuracy"] for row in at(f"cpu/accuracy/{name}-{model}-fp32.json")]
+    return float(np.mean(values)), float(np.std(values, ddof=1))
+
+
+def accuracy(at: At) -> Iterator[str]:
+    for name in GRAPHS:
+        cells = ["{:.1f} ± {:.1f}".format(*accuracies(at, name, model)) for model in ("hierarchical", "gcn")]
+        yield f"| {name.title()} | {' | '.join(cells)} |"
+
+
+def speed(at: At) -> Iterator[str]:
+    (epoch,) = at("cpu/epoch_time/citeseer.json")
+    yield f"takes {median(epoch['ours_epoch_seconds']):.1f} s on 2 cores"
+    yield "**{ratio_median:.2f} times less** ({ratio_range[0]:.2f} to {ratio_range[1]:.2f} over".format(**epoch)
+    rows = at("cpu/attention.json")
+    for B, H, N, D in ((1, 8, 2048, 64), (64, 32, 144, 4), (256, 8, 32, 8)):
+        ratios = [by(rows, form=form, B=B, N=N)["eager_ratio"] for form in ("bucket", "projected", "dense")]
+        texts = ["{of_medians:.1f} x{} ({range[0]:.1f} to {range[1]:.1f})"] * 3
+        more = (" faster" if B == 1 else "", "", "")
+        yield f"| {B}, {H}, {N}, {D} | " + " | ".join(
+            t.format(m, **r) for t, m, r in zip(texts, more, ratios, strict=True)
+        )
+    rows = at("cpu/sparse_attention.json")
+    low, *_, high = sorted(row["ratio"]["median"] for row in rows)
+    yield f"takes {low:.1f} to {high:.0f} times less processor time"
+    low, *_, high = sorted(row["peak_ratio"] for row in rows)
+    yield f"{low:.2f} to {high:.2f} of the memory"
+    forward, backward = (by(at("cpu/ring_overlap.json"), direction=name) for name in ("forward", "backward"))
+    text = "{:.2f} of the time of waiting for each message (medians; {:.2f} to {:.2f} over 11 rounds, ideal {:.2f})"
+    yield text.format(forward["ratio"]["of_medians"], *forward["ratio"]["range"], forward["ideal_ratio"])
+    text = "backward {:.2f} ({:.2f} to {:.2f}, ideal {:.2f})"
+    yield text.format(backward["ratio"]["of_medians"], *backward["ratio"]["range"], backward["ideal_ratio"])
+    halos = {name: at(f"cpu/halo/{name}.json") for name in ("wordnet30", "debian12", "computers")}
+    most = [max(rows[0]["ranks_4"]["halo"]) for rows in halos.values()]
+    yield f"at most {most[0]:.3f} ({0.75:.2f} in a ring), of debian12's {most[1]:.2f}, of Computers' {most[2]:.2f}"
+    parts = [
+        row["halo"]["median"] / row["allgather"]["median"] for rows in halos.values() for row in [by(rows, ranks=4)]
+    ]
+    yield "a step of four processes takes {:.2f}, {:.2f} and {:.2f} of one with gathered keys".format(*parts)
+    stages = at("cpu/pipeline_stages/stages.json")
+
+    def of(split: str, schedule: str) -> tuple[float, float]:
+        here = [row for row in stages if (row["split"], row["schedule"]) == (split, schedule)]
+        return max(row["peak_bytes"] for row in here) / MIB, here[0]["median"]
+
+    (even, s0), (short, s1), (even_1f1b, s2), (short_1f1b, s3) = (
+        of(split, schedule) for schedule in ("gpipe", "1f1b") for split in ("6,6,6,6", "3,7,7,7")
+    )
+    yield f"({even:.1f} MiB, {short:.1f} MiB with 3,7,7,7)"
+    yield f"({even_1f1b:.1f} to {short_1f1b:.1f} MiB). Step time, medians of 6: {s0:.2f} and {s1:.2f} s under GPipe"
+    yield f"{s2:.2f} and {s3:.2f} s under 1F1B"
+    yield from gpu(at)
+    yield from large(at)
+
+
+def gpu(at: At) -> Iterator[str]:
+    rows = at("h200/attention.json")
+    for shape in SHAPES:
+        for form in ("dense", "bucket", "projected"):
+            forward, both = (best(rows, True, shape, form, name) for name in ("forward", "forward_backward"))
+            peer = best(rows, False, shape, form, "forward_backward")
+            ours = f"{1e3 * forward['median']:.2f} | {1e3 * both['median']:.2f}"
+            theirs = f"{1e3 * peer['median']:.3g} {PEERS[peer['contender']]}"
+            more = {"bucket": ", 32 entries", "projected": ", 4 channels"} if shape == SHAPES[0] else {}
+            start = ", ".join(map(str, shape)) + " " if form == "dense" else ""
+            floor = f"{100 * both['floor'] / both['median']:.0f} % | {both['peak_bytes'] / MIB:.0f} |"
+            yield f"| {start}| {form}{more.get(form, '')} | {ours} | {theirs} | {floor}"
+    rows = [row for row in at("h200/pairs.json") if row["direction"] == "forward_backward"]
+    ours, theirs = ([r for r in rows if r["contender"] == name] for name in ("listed_pairs", "message_passing"))
+    times = [f"{1e3 * row['median']:.2g}" if row["M"] > 2e5 else f"{1e3 * row['median']:.2f}" for row in ours]
+    ratios = [f"{other['median'] / row['median']:.0f}" for row, other in zip(ours, theirs, strict=False)]
+    yield "listed pairs take {}, {} and {} ms, message passing {}, {} and {} times as long".format(*times[:3], *ratios)
+    yield f"on 306,128 nodes with 8.1 million pairs {times[3]} ms"
+    rows, found = at("h200/ring.json"), {}
+    for direction in ("forward", "forward_backward"):
+        pairs: dict[tuple[Any, ...], dict[str, float]] = {}
+        for row in rows:
+            if row["direction"] == direction:
+                case = tuple(row[name] for name in ("N", "num_super", "D", "form", "P"))
+                pairs.setdefault(case, {})[row["contender"]] = row["median"]
+        ratios = sorted(pair["ring_steps"] / pair["one_call"] for pair in pairs.values())
+        found[direction] = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times"
+    yield f"take {found['forward']} one call forward, {found['forward_backward']} forward and backward"
+
+
+def large(at: At) -> Iterator[str]:
+    (generated,), (found,), (metis,) = (at(f"cpu/products_size/{x}.json") for x in ("generate", "propagation", "metis"))
+    yield f"in {generated['seconds']:.0f} s and {generated['peak_uss_bytes'] / GIB:.1f} GiB"
+    cut = "{parts:,} clusters in {seconds:.0f} s and {size:.1f} GiB, the largest {balance:.2f} times the mean, "
+    parts = {"seconds": found["partition_seconds"], "size": found["peak_uss_bytes"] / GIB}
+    yield cut.format(**found["clusters"], **parts) + f"{100 * found['clusters']['edge_cut']:.1f} % of the edges cut"
+    between = generated["edges_between_blocks"] / generated["edges"]
+    size = f"{metis['peak_uss_bytes'] / GIB:.1f} GiB and {metis['partition_seconds'] / 60:.0f} minutes"
+    yield f"(METIS {100 * metis['clusters']['edge_cut']:.1f} % in {size}; {100 * between:.1f} % between the blocks"
+    warm, cold = at("cpu/products_size/first-step.json")
+    most = max(row["peak_uss_bytes"] for row in (warm, cold)) / 1e9
+    yield f"{warm['step_1_seconds']:.0f} s after its start ({cold['step_1_seconds']:.0f} s where Numba compiles first; "
+    yield f"{most:.1f} GB of private memory at the peak"
+    (steps,) = at("cpu/products_size/train.json")
+    yield "holds {:.0f} MB after 20 steps, {:.0f} MB after 100".format(
+        *(steps[f"step_{n}_uss_bytes"] / 1e6 for n in (20, 100))
+    )
+    lists, plain, kept, *_ = at("cpu/products_size/full.json")
+    size = lists["peak_uss_bytes"] / 1e9
+    yield f"has {lists['pairs'] / 1e6:.0f} million pairs, found in {lists['prepare_seconds']:.0f} s and {size:.1f} GB"
+    yield f"its first step {plain['step_1_seconds']:.0f} s after its start"
+    sizes = [row["peak_uss_bytes"] / 1e9 for row in (plain, kept)]
+    yield f"in {sizes[0]:.1f} GB, and {kept['step_1_seconds']:.0f} s in {sizes[1]:.1f} GB with"
+    (ego,), (cluster,) = at("cpu/data/ego.json"), at("cpu/data/cluster.json")
+    yield f"one core samples {round(ego['wall']['median'], -2):,.0f} sequences"
+    yield f"of a sequence of 8,192 nodes in {cluster['wall']['median']:.2f} s"
+    rows = at("cpu/data/throughput.json")
+    text = "{0[median]:.2f} of the speed of batches made before ({0[min]:.2f} to {0[max]:.2f} over five rounds), with "
+    text += "clusters at {1[median]:.2f} ({1[min]:.2f} to {1[max]:.2f}); it waits {2:.0f} and {3:.0f} ms a step"
+    yield text.format(*rows, *(1e3 * row["stall_seconds"]["median"] for row in rows))
+
+
+def plans(at: At) -> Iterator[str]:
+    found = at("cpu/cost_model/judgement.json")
+    for name, where in (("random third", "a random third"), ("l >= 24", "24 layers and more"), ("d = 128", "d = 128")):
+        error, fit = found[f"{name}: time MAPE"], found[f"{name}: R^2 of log time"]
+        yield f"| {where} | {100 * error:.1f} % | {fit:.3f}"
+    yield f"MemTracker | a random third | {100 * found['random third: memory MAPE']:.2f} % | "
+    theirs = found["the paper's form, memory_mape"]
+    yield f"by the paper's own form | a random third | {100 * theirs:.1f} % | "
+    yield f"predicted to {100 * found['process USS: MAPE']:.1f} % of what"
+    found = at("cpu/real_plans/judgement.json")
+    yield f"{found['plans']:.0f} plans of two processes"
+    rho, odd = found["Spearman of predicted and measured"], found["Spearman of odd and even rounds"]
+    yield f"measured {rho:.2f} (of odd and even rounds: {odd:.2f}), MAPE {100 * found['MAPE']:.0f} %"
+    yield f"{100 * (found['chosen / best of the top five'] - 1):.1f} % of the best of the fastest five"
+    yield f"Peak memory is off by at most {100 * found['largest error of peak memory']:.1f} %"
+    beds = {
+        "2x1-16": "2 x 1, 16 Mbit/s",
+        "2x2-20": "2 x 2, 20 Mbit/s",
+        "2x2-50": "2 x 2, 50 Mbit/s",
+        "2x1-50-half": "2 x 1, 50 Mbit/s, one process at half speed",
+    }
+    judged = at("cpu/cluster/judgement.json")
+    for name, words in beds.items():
+        found = judged[name]
+        error = f"{100 * found['MAPE']:.{1 if found['MAPE'] < 0.1 else 0}f} %"
+        rest = f"{found['chosen / fastest']:.2f} | {found['slowest / fastest']:.0f} |"
+        yield f"| {words} | {found['Spearman of predicted and measured']:.2f} | {error} | {rest}"
+    found = at("cpu/pareto/judgement.json")
+    yield f"four processes {found['plans']:.0f} plans are ranked right ({found['Spearman of seconds']:.2f}) and their "
+    yield f"bytes are within {100 * found['largest error of bytes']:.1f} %"
+    times = [row["median"] for row in at("cpu/search-times.json")]
+    yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.0f} s for 512 layers, {:.0f} s for 96".format(*times)
+
+
+def reliability(at: At) -> Iterator[str]:
+    for name, words in (("restarts", "without loader workers"), ("restarts_signals", "five layouts")):
+        rows = at(f"cpu/{name}.json")
+        yield f"{words} | {len(rows)} | {sum(not row['holds'] for row in rows)} |"
+    for name, words in (("damage", "reads"), ("damage_numbers", "--numbers`"), ("damage_bad_input", "--bad-input`")):
+        (row,) = at(f"cpu/{name}.json")
+        yield f"{words} | {row['cases']:,} | {len(row['faults'])} |"
+    grown, _ = at("cpu/soak.json")
+    text = "grow by {:.2f} and {:.2f} MiB in 1,000 steps (95 % intervals {:.4f} to {:.4f} and {:.4f} to {:.4f};"
+    yield text.format(*grown["uss_slope"], *(x[rank] for rank in (0, 1) for x in (grown["low"], grown["high"])))
+    (save,) = at("cpu/saves.json")
+    yield f"{save['held_per_copy']:.2f} times a copy of the state, {100 * save['held_per_whole']:.0f} % of the whole"
+
+
+def processes(at: At) -> Iterator[str]:
+    rows = at("cpu/failures.json")
+    yield f"In all {len(rows)} runs"
+    for kind, words in (("raise", "raises"), ("kill", "is killed"), ("hang", "hangs"), ("stop", "is stopped")):
+        low, *_, high = sorted(row["rank_seconds"] for row in rows if row["kind"] == kind)
+        last = max(row["launcher_seconds"] for row in rows if row["kind"] == kind)
+        yield f"| {words} | {low:.1f} to {high:.1f} s | {'at most ' if kind == 'raise' else ''}{last:.1f} s |"
+
+
+def training(at: At) -> Iterator[str]:
+    two = [by(at("cpu/data/packing.json"), case=name) for name in ("computers", "debian12")]
+    kept = [100 * row["median"] for row in two] + [100 * row["random"]["median"] for row in two]
+    text = (
+        "{:.0f} % of the edges of Computers and {:.0f} % of debian12's within a sequence ({:.0f} and {:.0f} % at random"
+    )
+    yield text.format(*kept)
+
+
+PAGES: dict[str, Callable[[At], Iterator[str]]] = {
+    "README.md": readme,
+    "docs/accuracy.md": accuracy,
+    "docs/plans.md": plans,
+    "docs/processes.md": processes,
+    "docs/reliability.md": reliability,
+    "docs/speed.md": speed,
+    "docs/training.md": training,
+}
+
+
+def wrong(root: Path) -> list[str]:
+    """What pages of a checkout should say by its rows, and do not."""
+
+    def at(name: str) -> Any:
+        return json.loads((root / "bench" / "results" / name).read_text(encoding="utf-8"))
+
+    found = []
+    for name, pieces in PAGES.items():
+        text = " ".join((root / name).read_text(encoding="utf-8").split())
+        found += [f"{name}: expected {piece!r}, as its rows say" for piece in pieces(at) if piece.strip() not in text]
+    return found

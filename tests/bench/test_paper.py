@@ -1,0 +1,75 @@
+"""One command for all experiments: quick ones run on generated graphs, say so, and leave the full rows alone."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from bench.paper import __main__ as paper
+from bench.paper import raw_files
+from bench.provenance import RESULTS, ROOT
+from megagraph.data.datasets import load_graph
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench.paper", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.parametrize("name", paper.EXPERIMENTS)
+def test_every_experiment_is_a_module_and_names_its_rows(name):
+    experiment = paper.EXPERIMENTS[name]
+    for command in (*experiment.commands, *(experiment.quick or ())):
+        importlib.import_module(f"bench.paper.{command.split()[0]}")
+    assert all(any(RESULTS.glob(pattern)) for pattern in experiment.rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"names": ("nothing",)}, "expected experiments of accuracy, .* got nothing"),
+        ({}, "expected names of experiments, or --all"),
+        ({"names": ("losses",)}, "expected --root"),
+        ({"names": ("losses",), "quick": True, "out": RESULTS}, "expected a folder of its own for quick rows"),
+    ],
+)
+def test_what_is_refused(arguments, said):
+    with pytest.raises(SystemExit, match=said):
+        paper.main(**arguments)
+
+
+def test_generated_graphs_are_read_as_the_real_ones(tmp_path):
+    raw_files.write(tmp_path)
+    raw_files.write(tmp_path)  # what is there stays
+    cora = load_graph("cora", tmp_path)
+    assert (cora.num_nodes, cora.in_features, cora.num_classes) == (2708, 1433, 7)
+    assert len(cora.split.train) == 140 and len(cora.split.test) == 1000
+    same = [
+        cora.labels[row] == cora.labels[cora.indices[cora.indptr[row] : cora.indptr[row + 1]]] for row in range(2708)
+    ]
+    assert np.concatenate(same).mean() > 0.7  # edges are those of the nodes that labels are of
+    words = load_graph(str(tmp_path / "wordnet30/raw/wordnet30.npz"), None)
+    assert (words.num_nodes, words.in_features, words.num_classes) == (117_659, 512, 45)
+
+
+@pytest.mark.slow
+def test_a_quick_experiment_writes_its_own_rows_and_is_not_run_again(tmp_path):
+    before = (RESULTS / "cpu" / "step_losses.json").read_bytes()
+    for said in ("+ python -m bench.paper.step_memory losses", "losses: has rows of these sources"):
+        done = run("losses", "--quick", "--out", str(tmp_path))
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    (row,) = json.loads((tmp_path / "cpu" / "step_losses.json").read_text())
+    assert row["quick"] and row["generated"] and row["dataset"] == "cora" and row["difference"] < 1e-9
+    assert (tmp_path / "sources" / f"{row['sources']}.sha256").exists()
+    assert (RESULTS / "cpu" / "step_losses.json").read_bytes() == before
+    assert (
+        "losses                 losses of both on the same batches: done"
+        in run("--list", "--out", str(tmp_path)).stdout
+    )
