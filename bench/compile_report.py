@@ -31,7 +31,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import tyro
 
-from bench.provenance import PACKAGE, write_rows
+from bench.provenance import write_rows
+from bench.sass import read_cubin
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
 from megagraph.attention.relation import Relation
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
@@ -232,8 +233,6 @@ def compile_variant(
 
 def kernel_row(launch: Launch) -> dict[str, Any]:
     """Resources of one kernel, and its loops over scores."""
-    from bench.sass import read_cubin
-
     binary, sizes = launch.binary, launch.sizes
     row: dict[str, Any] = {
         "kernel": launch.kernel,
@@ -358,7 +357,7 @@ def main(
     print(f"{len(rows)} variants in {time.perf_counter() - started:.0f} s")
     if write:
         for arch in dict.fromkeys(arch for arch, _ in jobs):
-            write_rows(arch, [row for row in rows if row["arch"] == arch], folder="compile", children=PACKAGE)
+            write_rows(arch, [row for row in rows if row["arch"] == arch], folder="compile", children=("kernels",))
     faults = too_large(rows) + wrong(rows) + (over_budget(rows) if check else [])
     sys.exit("\n".join(faults) or None)
 
