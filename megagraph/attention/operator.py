@@ -162,7 +162,7 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) ->
         check_values(step)
         with torch.autocast(q.device.type, enabled=False):  # every product in the dtype that was chosen for it
             return reference.biased_attention(
-                q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
+                q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key, step.first_head
             )
     step = step.but(segments=[(0, 0, k.shape[2])])
     if _is_watched(q, k, v, step.learned):
