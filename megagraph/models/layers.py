@@ -97,7 +97,8 @@ class GraphTransformerLayer(nn.Module):
             bias = BucketBias(context.structure, learned)
         else:
             bias = ProjectedBias(context.structure, learned)
-        if num_queries is not None:  # else all layers have one tensor, whose values are checked once
+        # else all layers have one tensor, whose values are checked once
+        if num_queries is not None and not self.attention.by_heads:
             bias = bias.rows(rows)
         of_layer = None if key is None else mix_key(key, self.index)
         key_at = [None if of_layer is None else mix_key(of_layer, site) for site in range(3)]

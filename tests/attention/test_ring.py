@@ -87,6 +87,26 @@ def test_gathered_keys_are_dense_attention(form, world_size, num_super, num_node
 
 
 @pytest.mark.parametrize(
+    ("world_size", "num_super", "num_nodes", "impl"),
+    [(*case, IMPLS[-1]) for case in CASES] + [(2, 5, 13, "reference")] + [(4, 5, 13, "triton")] * (len(IMPLS) - 1),
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_ranks_are_dense_attention(form, world_size, num_super, num_nodes, impl):
+    """Three heads a rank, whose numbers differ from those of the first rank in several bits."""
+    B, H, dropout_p = (1, world_size, 0.25) if impl == "triton" else (2, 3 * world_size, 0.25 * (world_size % 2 == 0))
+    problem = ring_problem(form, world_size, num_super, num_nodes, B=B, H=H, dropout_p=dropout_p)
+    got = run(problem, loopback_attention, num_super=num_super, world_size=world_size, impl=impl, comm="ulysses")
+    assert_matches(got, problem)
+
+
+@pytest.mark.parametrize("planes", [(1, 1), (1, 4), (2, 1)])
+def test_heads_of_ranks_share_a_dense_bias(planes):
+    problem = make_problem("dense", Shape(15, 15, 4, H=4), planes=planes)
+    got = run(problem, loopback_attention, num_super=2, world_size=2, impl=IMPLS[-1], comm="ulysses")
+    assert_matches(got, problem)
+
+
+@pytest.mark.parametrize(
     ("world_size", "case"),
     [ranks.param(size, size, case) for size in (2, 3, 4) for case in ring_cases.ring_options(size)],
 )
@@ -189,7 +209,7 @@ def test_fewer_queries(num_queries, impl):
 
 
 def test_a_module_refuses_unknown_communication():
-    with pytest.raises(ValueError, match="comm must be 'ring', 'allgather' or 'halo', got 'alltoall'"):
+    with pytest.raises(ValueError, match="comm must be 'ring', 'allgather', 'halo' or 'ulysses', got 'alltoall'"):
         mg.BiasedRingAttention(8, 2, comm="alltoall")
 
 
@@ -199,7 +219,7 @@ def call(layout=None, k_rows=7, q_rows=7, **options):
 
 
 BAD_CALLS = {
-    "comm": (dict(comm="alltoall"), ValueError, "comm must be 'ring', 'allgather' or 'halo', got 'alltoall'"),
+    "comm": (dict(comm="alltoall"), ValueError, "comm must be 'ring', 'allgather', 'halo' or 'ulysses', got 'alltoall'"),
     "layout of another rank": (
         dict(layout=mg.NodeLayout(10, 2, 1, 2)),
         ValueError,
