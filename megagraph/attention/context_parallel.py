@@ -121,7 +121,6 @@ def ring_attention(
     sparse = given is not None and given.relation is not None
     check_comm(comm, sparse=sparse, alone=mesh is None, heads=q.shape[1], ranks=layout.world_size)
     engine, short = choose(impl, q, ring=several and not by_heads)
-    short = short and not isinstance(given, BorderedBias)
     make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=engine, short=short)
     inputs, results = (q, k, v, given), list[Tensor]()
     if mesh is None or not several:
@@ -137,7 +136,7 @@ def _alone(layout: NodeLayout, make: Callable[..., Step], given: Given, padding:
     q, k, v, bias = given
     step = make(q, bias, padding)
     if isinstance(bias, BorderedBias) and step.engine != "reference":
-        return bordered_attention("ring", None, [layout], make, [given], padding)
+        return bordered_attention("ring", None, [layout], partial(make, short=False), [given], padding)
     return attention(step, q, k, v, bias)
 
 
