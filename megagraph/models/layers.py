@@ -26,8 +26,8 @@ class Context:
     """What a batch tells every layer.
 
     Args:
-        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank. Or, of a whole graph,
-            the buckets of listed pairs and of super nodes.
+        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank, and N for S where
+            ranks attend by heads. Or, of a whole graph, the buckets of listed pairs and of super nodes.
         key_padding_mask: bool [B, N], True = padding.
         layout: which nodes the S rows are.
         dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.

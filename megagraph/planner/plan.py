@@ -12,6 +12,7 @@ from megagraph.data.options import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
+Comm = Literal["ring", "allgather", "halo", "ulysses"]
 
 # a schedule is made of all stages and micro-batches
 _MOST = {"pp": 1 << 20, "cp": 1 << 20, "dp": 1 << 20, "stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
@@ -24,8 +25,8 @@ class Plan:
     Args:
         pp: ranks of a pipeline [P_pp].
         cp: ranks over which the nodes of a sequence are spread [P_cp].
-        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, ``"allgather"`` or, of
-            listed pairs, ``"halo"``.
+        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, ``"allgather"``, of
+            listed pairs ``"halo"``, or ``"ulysses"``, queries as well, of a part of the heads for each.
         dp: groups of ranks that take different sequences of a batch, replicas [P_dp].
         shares: sequences of a batch that each replica takes, in proportion where it has others; ``()`` for as even as
             can be.
@@ -57,7 +58,7 @@ class Plan:
 
     pp: int = 1
     cp: int = 1
-    comm: Literal["ring", "allgather", "halo"] = "ring"
+    comm: Comm = "ring"
     dp: int = 1
     shares: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
@@ -75,8 +76,8 @@ class Plan:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
-        if self.comm not in ("ring", "allgather", "halo"):
-            raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")
+        if self.comm not in get_args(Comm):
+            raise ValueError(f"comm must be 'ring', 'allgather', 'halo' or 'ulysses', got {self.comm!r}")
         if self.comm == "halo" and self.cp == 1:
             raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
         if self.across not in get_args(Across):
@@ -175,7 +176,7 @@ class Plan:
         bounds = [0, *accumulate(layers)]
         return [range(start, stop) for start, stop in pairwise(bounds)]
 
-    def check(self, *, world_size: int, num_layers: int, batch_sequences: int) -> None:
+    def check(self, *, world_size: int, num_layers: int, heads: int, batch_sequences: int) -> None:
         """Raise ValueError unless the plan fits the processes, the model and the global batch."""
         if self.world_size != world_size:
             raise ValueError(
@@ -184,6 +185,11 @@ class Plan:
                 f"or pass --plan auto, or a plan of {world_size}"
             )
         self.stages(num_layers)
+        if self.comm == "ulysses" and heads % self.cp:
+            raise ValueError(
+                f"heads must be a multiple of cp = {self.cp} for comm 'ulysses', which deals them out, got {heads}; "
+                "take another comm, or a cp that divides them"
+            )
         least = min(self.sequences(batch_sequences))
         if least < self.num_microbatches:
             raise ValueError(

@@ -227,7 +227,7 @@ BAD = {
     "pairs": (dict(max_pairs=700), "at most 700 pairs of nodes"),
     "dp": (dict(plan="1,1,2"), "plan must have dp = 1"),
     "auto": (dict(plan="auto", dp=2), "plan must have dp = 1"),
-    "halo of ego batches": (dict(batching="ego", plan="1,2,1", comm="halo"), "comm must be ring or allgather where"),
+    "halo of ego batches": (dict(batching="ego", plan="1,2,1", comm="halo"), "comm must be ring, allgather or ulysses"),
     "halo alone": (dict(comm="halo"), "comm must be 'ring' for cp = 1"),
     "microbatches": (dict(plan="2,1,1", microbatches=2), "microbatches 1"),
     "projected": (dict(bias="projected"), "bias must be bucket"),
