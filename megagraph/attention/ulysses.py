@@ -78,8 +78,8 @@ class _ToHeads(torch.autograd.Function):
     def backward(ctx, *grads):
         of_ranks = list(zip(grads[0::3], grads[1::3], grads[2::3], strict=True))
         layouts, gradients, num_nodes = ctx.layouts, [], ctx.layouts[0].num_nodes
-        sums = [torch.cat([x[:, :, :num_nodes] for x in three], dim=3) for three in of_ranks]
-        home = _send_rows(ctx.exchange, sums, _lengths(layouts[0]), [len(layout.block()) for layout in layouts])
+        messages = [torch.cat([x[:, :, :num_nodes].movedim(2, 0) for x in three], dim=3) for three in of_ranks]
+        home = _send_rows(ctx.exchange, messages, _lengths(layouts[0]), [len(layout.block()) for layout in layouts])
         for layout, three, parts in zip(layouts, of_ranks, home, strict=True):
             for x, part in zip(three, parts.chunk(3, dim=3), strict=True):
                 B, H, n, D = part.shape
@@ -97,8 +97,8 @@ class _ToRows(torch.autograd.Function):
         first, lengths = layouts[0], _lengths(layouts[0], supers=True)
         blocks = [slice(block.start, block.stop) for block in map(first.block, range(first.world_size))]
         supers = slice(first.num_nodes, None)
-        sent = [torch.cat([x[:, :, rows] for block in blocks for rows in (block, supers)], dim=2) for x in inputs]
-        received = _send_rows(exchange, sent, lengths, [lengths[layout.rank] for layout in layouts])
+        messages = [torch.cat([x.movedim(2, 0)[rows] for block in blocks for rows in (block, supers)]) for x in inputs]
+        received = _send_rows(exchange, messages, lengths, [lengths[layout.rank] for layout in layouts])
         return tuple(_with_padding(layout, x) for layout, x in zip(layouts, received, strict=True))
 
     @staticmethod
@@ -134,10 +134,11 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
     return x.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4)
 
 
-def _send_rows(exchange: Exchange, heads: list[Tensor], lengths: list[int], own: list[int]) -> list[Tensor]:
-    """The way back: [B, H / P, sum of lengths, D] -> [B, H, n, D], in memory row by row."""
-    ranks, messages = len(lengths), [x.movedim(2, 0).contiguous() for x in heads]
-    received = wait(exchange.trade(messages, [lengths] * len(messages), [[n] * ranks for n in own]))
+def _send_rows(exchange: Exchange, messages: list[Tensor], lengths: list[int], own: list[int]) -> list[Tensor]:
+    """The way back: [sum of lengths, B, H / P, D] -> [B, H, n, D], in memory row by row, too."""
+    ranks = len(lengths)
+    sent = [x.contiguous() for x in messages]
+    received = wait(exchange.trade(sent, [lengths] * len(sent), [[n] * ranks for n in own]))
     by_rank = (x.unflatten(0, (ranks, n)).permute(2, 1, 0, 3, 4) for x, n in zip(received, own, strict=True))
     return [x.flatten(2, 3).transpose(1, 2) for x in by_rank]
 

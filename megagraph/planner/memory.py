@@ -76,6 +76,9 @@ def kept_bytes(rates: Rates, work: RankWork) -> Kept:
         layer, last_layer = layer + gathered, last_layer + gathered
     elif plan.comm == "halo":
         layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
+    elif work.by_heads:  # results as a rank's heads and as its rows; and of all rows, whichever are wanted
+        hidden = work.hidden_bytes
+        layer, last_layer = layer + hidden, last_layer + (2 - work.targets / rows) * hidden
     embedding = dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))
     head = dot(rates, head_kept_terms(m, rows, work.targets, config, mixed=mixed))
     return Kept(layer, last_layer, embedding, head)
@@ -112,8 +115,11 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     """What a rank holds once, however many stages, layers and micro-batches: the batch's data, workspace, ring buffers,
     a layer that is computed again; ``kept`` as above."""
     plan, config = work.plan, work.config
-    data = work.rows * work.columns * pair_bytes(config, work.dtype)
-    if work.pairs:
+    all_rows = work.num_nodes + work.num_super
+    data = (all_rows if work.by_heads else work.rows) * work.columns * pair_bytes(config, work.dtype)
+    if work.pairs and work.by_heads:
+        data = listed_bytes(all_rows, work.num_super, plan.cp * work.pairs)
+    elif work.pairs:
         data = listed_bytes(work.rows, work.num_super, work.pairs)
     total = _batches(rates, work) * work.batch_sequences * data + dot(
         rates, workspace_terms(work.sequences, work.rows, work.targets, config)
@@ -124,6 +130,8 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
         total += plan.cp * work.gradients_of_keys * work.block_bytes  # the gradients of k and v of all nodes
     elif plan.comm == "halo":
         total += work.gradients_of_keys * work.halo_bytes
+    elif work.by_heads:  # a message of q, k and v to all ranks, and of all
+        total += 2 * plan.cp * work.head_bytes
     elif plan.cp > 1:  # two visiting blocks each way, accumulator
         total += 2 * (1 + work.gradients_of_keys) * work.block_bytes + work.gradients_of_keys * work.hidden_bytes
     return total * _process_factor(rates)

@@ -185,17 +185,21 @@ class Plan:
                 f"or pass --plan auto, or a plan of {world_size}"
             )
         self.stages(num_layers)
-        if self.comm == "ulysses" and heads % self.cp:
-            raise ValueError(
-                f"heads must be a multiple of cp = {self.cp} for comm 'ulysses', which deals them out, got {heads}; "
-                "take another comm, or a cp that divides them"
-            )
+        self.check_heads(heads)
         least = min(self.sequences(batch_sequences))
         if least < self.num_microbatches:
             raise ValueError(
                 f"every replica must have a sequence for each of num_microbatches = {self.num_microbatches}, got "
                 f"{least} of the {batch_sequences} of a global batch on one of dp = {self.dp}; take fewer of "
                 "either, or a larger batch"
+            )
+
+    def check_heads(self, heads: int) -> None:
+        """Raise ValueError unless so many heads can be dealt out to cp ranks, where the plan does so."""
+        if self.comm == "ulysses" and heads % self.cp:
+            raise ValueError(
+                f"heads must be a multiple of cp = {self.cp} for comm 'ulysses', which deals them out, got {heads}; "
+                "take another comm, or a cp that divides them"
             )
 
     def sequences(self, batch_sequences: int) -> list[int]:
