@@ -10,9 +10,9 @@ mean, by ``data.full.row_costs``. A set may also be the folder of a store.
 
 Steps are of HierarchicalGT, 2 layers, d = ffn = 128, 8 heads, 256 super nodes, dropout 0.1, fp32, on gloo: one to warm
 up, then 7 rounds in which halo, allgather, the ring and ulysses take turns, from barrier to barrier. All must end with
-the same loss. Dense ones are of cluster batches, 4 sequences of 1,024 nodes and 65 super nodes, by buckets and by 4
-channels. Beside seconds stand bytes of the first rank: sent to others of its sequence in a step, kept for backward, and
-of the batch's bias. Rows of a set go to bench/results/cpu/halo/SET.json, dense ones to SET-dense.json.
+the same loss. Dense ones are of cluster batches, 4 sequences of 1,024 nodes and at most 65 super nodes, by buckets and
+by 4 channels. Beside seconds stand bytes of the first rank: sent to others of its sequence in a step, kept for
+backward, and of the batch's bias. Rows of a set go to bench/results/cpu/halo/SET.json, dense ones to SET-dense.json.
 """
 
 from __future__ import annotations

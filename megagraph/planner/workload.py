@@ -193,6 +193,11 @@ class RankWork:
         return self.plan.cp > 1 and self.plan.comm == "ulysses"
 
     @property
+    def all_rows(self) -> int:
+        """Nodes of a sequence, on whichever rank."""
+        return self.num_nodes + self.num_super
+
+    @property
     def head_bytes(self) -> float:
         """Queries, keys and values of a micro-batch's block, of the heads of one rank."""
         return 1.5 * self.block_bytes / self.plan.cp

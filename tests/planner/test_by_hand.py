@@ -139,10 +139,9 @@ def test_heads_of_two_ranks_along_listed_pairs():
     got = cost.step_seconds(ONE_LAYER, mg.Plan(cp=2, comm="ulysses"), LISTED)
     assert got == pytest.approx(6 + 12 * 100 + 7 + 2 * (3 * 2 * 3 * 4 + 4 * 2 * 4), rel=1e-12)
     num, first = sum(p.numel() for p in HierarchicalGT(ONE_LAYER).parameters()), 5 / 2 * 3 * 4
-    data, messages, hidden = 13 * 12 + 2 * 7 + 16 * 7, 2 * 3 * 4 * 3 * 4, 4 * 4 * 4
+    data, messages = 13 * 12 + 2 * 7 + 16 * 7, 2 * 3 * 4 * 3 * 4
     got = cost_model().memory_bytes(ONE_LAYER, mg.Plan(cp=2, comm="ulysses"), LISTED)
-    kept = (2 - 3 / 4) * hidden  # 3 of a rank's 4 rows are read out
-    assert got == pytest.approx([3 * 4 * num + max(kept, 2 * 4 * num) + data + messages + first], rel=1e-12)
+    assert got == pytest.approx([3 * 4 * num + 2 * 4 * num + data + messages + first], rel=1e-12)
 
 
 def test_bytes_of_listed_pairs():
@@ -226,8 +225,11 @@ def test_bytes_of_two_stages(comm, bias, rows, pair_bytes):
     # all gathered, a layer keeps keys and values of the 3 + 1 rows of the other rank, too, of the micro-batch before;
     # and the first stage its result, where the last one has its input in a buffer
     gathered = 2 * (3 + 1) * 4 * 4 * 2
-    # heads dealt out, a layer keeps its result twice, the last one as that of all rows and of one of four
-    kept, of_last = {"ring": (0, 0), "allgather": (gathered, gathered), "ulysses": (hidden, 7 / 4 * hidden)}[comm]
+    # heads dealt out, it keeps 4 tensors of 7 rows and half of the channels, and one of 4 rows, not 4 of 4 rows; the
+    # last one beside these 4 one of 1 row, not 2 of 4 rows and 3 of 1
+    whole, row = 2 * 7 * 2 * 4, 2 * 1 * 4 * 4
+    dealt_out = 4 * whole - 3 * hidden, 4 * whole - 2 * hidden - 2 * row
+    kept, of_last = {"ring": (0, 0), "allgather": (gathered, gathered), "ulysses": dealt_out}[comm]
     first_kept, last_kept = kept + hidden, max(0, of_last - hidden)
     # parameters, two moments, gradients and DDP's buckets; buffers for gradients or hidden states of 2 micro-batches
     either = [4 * 5 * num + 2 * hidden + once for num in (first + layer, layer + last)]
