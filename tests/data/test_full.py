@@ -276,6 +276,9 @@ def test_a_rank_holds_its_rows_alone(graph):
     counted = np.concatenate([part.labels[0] for part in parts])
     np.testing.assert_array_equal(counted, np.where(labels, graph.labels, -1)[builder.order])
     assert {part.num_targets for part in parts} == {int(labels.sum())}
+    given = builder.build(item, labels, np.random.default_rng(0), Share(cp_rank=1, cp=3, whole_bias=True))
+    np.testing.assert_array_equal(dense_index(given.structure), whole)
+    assert given.layout == parts[1].layout
 
 
 def test_a_batch_that_was_moved_is_kept(graph):
