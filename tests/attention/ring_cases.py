@@ -80,7 +80,7 @@ BAD_CALLS = {
     "mesh of two dims": (dict(mesh_shape=(1, 2)), "ValueError: mesh must have one dim, got ('a', 'b'); pass a slice"),
     "all columns": (dict(columns=6), "ValueError: bias must have shape [B or 1, H or 1, M, N] = [2 or 1, 12, 6, 9]"),
     "reference": (dict(impl="reference"), "NotImplementedError: impl='reference' cannot run these inputs:"),
-    "heads": (
+    "heads of a module": (
         dict(comm="ulysses", num_heads=3),
         "ValueError: heads must be a multiple of the 2 ranks that comm 'ulysses' deals them out to, got 3; take 'ring'",
     ),
