@@ -162,7 +162,7 @@ AUDITED = (
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = work.rows * work.columns * pair_bytes(",
+        "data = rows * work.columns * pair_bytes(",
         "data = work.columns * work.columns * pair_bytes(",
     ),
     Mutant(

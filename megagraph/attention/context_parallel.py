@@ -122,12 +122,12 @@ def ring_attention(
     check_comm(comm, sparse=sparse, alone=mesh is None, heads=q.shape[1], ranks=layout.world_size)
     engine, short = choose(impl, q, ring=several and not by_heads)
     make = partial(make_step, scale=scale, dropout_p=dropout_p, dropout_key=dropout_key, engine=engine, short=short)
-    inputs, results = (q, k, v, given), list[Tensor]()
+    here = q, k, v, given
     if mesh is None or not several:
-        results += _alone(layout, make, inputs, key_padding_mask)
+        results = _alone(layout, make, here, key_padding_mask)
     else:
         exchange = make_exchange(mesh, q.device)
-        results += _attend(comm, exchange, [layout], make, [inputs], key_padding_mask, return_lse=return_lse)
+        results = _attend(comm, exchange, [layout], make, [here], key_padding_mask, return_lse=return_lse)
     return (results[0], results[1]) if return_lse else results[0]
 
 
