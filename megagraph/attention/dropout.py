@@ -63,15 +63,10 @@ def dropout_keys(seed: int, step: int, sequence_ids: Tensor) -> Tensor:
     return mix_key(start, seed, step, sequence_ids)
 
 
-def head_keys(key: Tensor, heads: int, first_head: int = 0) -> Tensor:
-    """int32 [B, heads] from the key of each sequence [B]; the heads are those from a global one on."""
-    head_ids = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=key.device)
-    return mix32(key[:, None] ^ head_ids)
-
-
 def row_keys(key: Tensor, heads: int, rows: Tensor, first_head: int = 0) -> Tensor:
-    """int32 [B, heads, M] from the key of each sequence [B] and the global row ids [M]."""
-    return mix32(head_keys(key, heads, first_head)[:, :, None] ^ rows.to(torch.int32))
+    """int32 [B, heads, M], of heads from a global one on, from the key of each sequence [B] and global row ids [M]."""
+    head_ids = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=key.device)
+    return mix32(mix32(key[:, None] ^ head_ids)[:, :, None] ^ rows.to(torch.int32))
 
 
 def keep_mask(row_key: Tensor, columns: Tensor, p: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megagraph.attention.cpu.dropout import pair_hash
+from megagraph.attention.cpu.dropout import head_keys, pair_hash
 from megagraph.attention.cpu.simd import (
     LANES,
     exp,
@@ -25,7 +25,6 @@ from megagraph.attention.cpu.simd import (
     transposed,
 )
 from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, place_of
-from megagraph.attention.dropout import head_keys
 from megagraph.attention.step import Step
 from megagraph.jit import jit
 
@@ -249,8 +248,8 @@ def head_keys_of(step: Step, heads: int) -> np.ndarray:
     """The keys of ``Dropout``, of all lanes."""
     if step.dropout_key is None:
         return np.empty(0, np.uint32)
-    keys = head_keys(step.dropout_key, num_groups(heads) * LANES, step.first_head)
-    return keys.flatten().numpy().view(np.uint32)
+    keys = step.dropout_key.contiguous().numpy().view(np.uint32)
+    return head_keys(keys, step.first_head, num_groups(heads) * LANES)
 
 
 def up(size):
