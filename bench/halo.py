@@ -2,24 +2,31 @@
 
     python -m bench.halo --root DATA                                  # counts, of all sets
     python -m bench.halo --root DATA --sets wordnet30 --seconds 2     # and steps of two processes, a core each
+    python -m bench.halo --root DATA --sets computers --dense 2 4     # steps where all pairs of a cluster batch attend
 
 Counts are of pairs within one hop, as ``--batching full --hops 1 --top 0`` cuts them: rows of k and v that a rank
 receives a layer, over all nodes N, beside (P - 1) / P of the ring; and the work of the rank that has most over the
 mean, by ``data.full.row_costs``. A set may also be the folder of a store.
 
 Steps are of HierarchicalGT, 2 layers, d = ffn = 128, 8 heads, 256 super nodes, dropout 0.1, fp32, on gloo: one to warm
-up, then 7 rounds in which halo, allgather and the ring take turns, from barrier to barrier. All must end with the same
-loss. Rows of a set go to bench/results/cpu/halo/SET.json.
+up, then 7 rounds in which halo, allgather, the ring and ulysses take turns, from barrier to barrier. All must end with
+the same loss. Dense ones are of cluster batches, 4 sequences of 1,024 nodes and at most 65 super nodes, by buckets and
+by 4 channels. Beside seconds stand bytes of the first rank: sent to others of its sequence in a step, kept for
+backward, and of the batch's bias. Rows of a set go to bench/results/cpu/halo/SET.json, dense ones to SET-dense.json.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,16 +36,18 @@ from torch.multiprocessing import start_processes
 
 from bench.provenance import PACKAGE, write_rows
 from bench.sparse_attention import SETS, graph_of
+from megagraph.attention.bias import BorderedData
+from megagraph.attention.exchange import GroupExchange
 from megagraph.attention.module import BiasedRingAttention
 from megagraph.config import TrainConfig
-from megagraph.data.batch import Share
+from megagraph.data.batch import Batch, Share
 from megagraph.data.full import FullBatches, row_costs
 from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader, make_model
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner.plan import Plan
 
-RANKS, WAYS, ROUNDS = (2, 4, 8), ("halo", "allgather", "ring"), 7
+RANKS, WAYS, ROUNDS = (2, 4, 8), ("halo", "allgather", "ring", "ulysses"), 7
 CONFIG = TrainConfig(
     batching="full",
     hops=1,
@@ -54,6 +63,12 @@ CONFIG = TrainConfig(
     seed=0,
     device="cpu",
 )
+_DENSE = replace(CONFIG, batching="cluster", sequence_nodes=1024, super_nodes=65, batch_size=4, channels=4)
+CONFIGS = {"pairs": CONFIG} | {bias: replace(_DENSE, bias=bias) for bias in ("bucket", "projected")}
+
+
+def ways_of(kind: str) -> tuple[str, ...]:
+    return WAYS if kind == "pairs" else WAYS[1:]
 
 
 def counts(name: str, root: Path) -> dict[str, Any]:
@@ -77,63 +92,130 @@ def counts(name: str, root: Path) -> dict[str, Any]:
     return row
 
 
-def steps(rank: int, world_size: int, folder: str, name: str, root: str) -> None:
-    """One process of a group; rank 0 leaves the seconds of every way in the folder."""
+class Counted:
+    """Bytes that a rank sends while this is entered."""
+
+    def __enter__(self) -> Counted:
+        self.bytes, send = 0, GroupExchange._send
+
+        def counted(exchange: GroupExchange, to: dict[int, torch.Tensor], of: dict[int, torch.Tensor]) -> Any:
+            self.bytes += sum(part.nbytes for part in to.values())
+            return send(exchange, to, of)
+
+        self._patch = patch.object(GroupExchange, "_send", counted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def bias_of(batch: Batch) -> list[torch.Tensor]:
+    data = batch.structure
+    if not isinstance(data, BorderedData):
+        return [data]
+    return [data.index, data.super_columns, data.super_rows, *data.relation.lists.values()]
+
+
+def first_step(trained: tuple, batch: Batch, keys: torch.Tensor) -> tuple[float, dict[str, int]]:
+    """The loss, and bytes of a step."""
+    kept: dict[int, int] = {}
+    there = (*trained[0].parameters(), *batch.memory(), *bias_of(batch))
+    given = {x.untyped_storage().data_ptr() for x in there}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with Counted() as sent, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss, _ = train_step(*trained, batch, keys, CONFIG.clip_norm)
+    found = {"sent": sent.bytes, "kept": sum(kept.values()), "bias": sum(x.nbytes for x in bias_of(batch))}
+    return loss, {f"{name}_bytes": value for name, value in found.items()}
+
+
+def steps(rank: int, world_size: int, folder: str, name: str, root: str, kind: str) -> None:
+    """One process of a group; rank 0 leaves what it found of every way in the folder."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % 2]})
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(hours=1)
     )
-    graph, device, plan = graph_of(name, Path(root)), torch.device("cpu"), Plan(cp=world_size, comm="halo")
-    builder, mesh = batches(CONFIG, graph), make_mesh(plan, device)
+    config, ways = CONFIGS[kind], ways_of(kind)
+    graph, device = graph_of(name, Path(root)), torch.device("cpu")
+    builder, mesh = batches(config, graph), make_mesh(Plan(cp=world_size), device)
     assert mesh is not None
-    torch.manual_seed(0)
     sizes = dict(in_features=graph.in_features, num_classes=graph.num_classes, bias_size=builder.structure.size)
-    loader = make_loader(CONFIG, builder, np.arange(graph.num_nodes), share=own_share(plan, mesh))
-    batch = next(iter(loader.epoch(0)))
-    trained = []
-    for way in WAYS:
+    trained, given = [], []
+    for way in ways:
         torch.manual_seed(0)
-        model = make_model(CONFIG, CONFIG.model_config(**sizes), mesh["cp"])
-        pipeline = make_pipeline(model, Plan(cp=world_size, comm=way), mesh, device, CONFIG)
+        plan = Plan(cp=world_size, comm=way)
+        loader = make_loader(config, builder, np.arange(graph.num_nodes), share=own_share(plan, mesh))
+        given.append(next(iter(loader.epoch(0))))
+        model = make_model(config, config.model_config(**sizes), mesh["cp"])
+        pipeline = make_pipeline(model, plan, mesh, device, config)
         assert {x.comm for x in model.modules() if isinstance(x, BiasedRingAttention)} == {way}
         pipeline.train()
-        trained.append((pipeline, make_optimizers(pipeline, CONFIG)))
-    keys = torch.zeros(1, dtype=torch.int32)
-    seconds, losses = np.zeros((ROUNDS + 1, len(WAYS))), np.zeros((ROUNDS + 1, len(WAYS)))
+        trained.append((pipeline, make_optimizers(pipeline, config)))
+    keys = torch.zeros(given[0].batch_size, dtype=torch.int32)
+    seconds, losses = np.zeros((ROUNDS + 1, len(ways))), np.zeros((ROUNDS + 1, len(ways)))
+    taken: list[dict[str, int]] = [{}] * len(ways)
     for round_ in range(ROUNDS + 1):
-        for i in np.roll(np.arange(len(WAYS)), round_):
+        for i in np.roll(np.arange(len(ways)), round_):
             dist.barrier()
             started = time.perf_counter()
-            losses[round_, i], _ = train_step(*trained[i], batch, keys, CONFIG.clip_norm)
+            if round_ == 0:
+                losses[round_, i], taken[i] = first_step(trained[i], given[i], keys)
+            else:
+                losses[round_, i], _ = train_step(*trained[i], given[i], keys, config.clip_norm)
             dist.barrier()
             seconds[round_, i] = time.perf_counter() - started
     if rank == 0:
-        np.savez(Path(folder) / "found.npz", seconds=seconds[1:], losses=losses)
+        assert np.ptp(losses, axis=1).max() < 1e-3, f"the ways do not compute the same: {losses}"
+        found = {way: {"seconds": seconds[1:, i].tolist(), **taken[i]} for i, way in enumerate(ways)}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def timed(name: str, root: Path, world_size: int) -> dict[str, Any]:
+def timed(name: str, root: Path, world_size: int, kind: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(steps, (world_size, folder, name, str(root)), nprocs=world_size, start_method="spawn")
-        found = np.load(Path(folder) / "found.npz")
-        seconds, losses = found["seconds"], found["losses"]
-    assert np.ptp(losses, axis=1).max() < 1e-3, f"the ways do not compute the same: {losses}"
-    row: dict[str, Any] = {"ranks": world_size, "unit": "s"}
-    for i, way in enumerate(WAYS):
-        own = seconds[:, i]
-        row[way] = {"median": float(np.median(own)), "range": [own.min(), own.max()]}
+        start_processes(steps, (world_size, folder, name, str(root), kind), nprocs=world_size, start_method="spawn")
+        found = json.loads((Path(folder) / "found.json").read_text())
+    row: dict[str, Any] = {"ranks": world_size, "kind": kind, "unit": "s"}
+    for way, taken in found.items():
+        own = taken.pop("seconds")
+        row[way] = {"median": float(np.median(own)), "range": [min(own), max(own)]} | taken
+        print(
+            "{name}, {kind}, a step of {ranks} processes by {way}: {median:.3f} s ({low:.3f} to {high:.3f}); sent "
+            "{sent_bytes:,}, kept {kept_bytes:,}, bias {bias_bytes:,} bytes".format(
+                name=Path(name).name, kind=kind, ranks=world_size, way=way, low=min(own), high=max(own), **row[way]
+            ),
+            flush=True,
+        )
     return row
 
 
-def main(root: Path, sets: tuple[str, ...] = (*SETS, "tolokers"), seconds: tuple[int, ...] = ()) -> None:
+def main(
+    root: Path,
+    sets: tuple[str, ...] = (*SETS, "tolokers"),
+    seconds: tuple[int, ...] = (),
+    dense: tuple[int, ...] = (),
+) -> None:
     """Print the rows and write them.
 
     Args:
         seconds: of steps by so many processes, too.
+        dense: instead, of steps by so many where all pairs attend.
     """
     for name in sets:
+        own = Path(name).name
+        if dense:
+            kinds = (kind for kind in CONFIGS if kind != "pairs")
+            rows = [{"set": own} | timed(name, root, ranks, kind) for ranks, kind in product(dense, kinds)]
+            print(write_rows(f"halo/{own}-dense", rows, folder="cpu", children=PACKAGE))
+            continue
         row = counts(name, root)
         for world_size in RANKS:
             found = row[f"ranks_{world_size}"]
@@ -142,14 +224,8 @@ def main(root: Path, sets: tuple[str, ...] = (*SETS, "tolokers"), seconds: tuple
                 f", {np.mean(found['halo']):.3f} on average (ring {found['ring']:.3f}); most work {found['work']:.3f}",
                 flush=True,
             )
-        rows = [row]
-        for world_size in seconds:
-            timing = {"set": row["set"]} | timed(name, root, world_size)
-            words = "{median:.3f} s ({range[0]:.3f} to {range[1]:.3f})"
-            ways = ", ".join(f"{way} {words.format(**timing[way])}" for way in WAYS)
-            print(f"{row['set']}, a step of {world_size} processes: {ways}", flush=True)
-            rows.append(timing)
-        print(write_rows(f"halo/{row['set']}", rows, folder="cpu", children=PACKAGE))
+        rows = [row] + [{"set": own} | timed(name, root, ranks, "pairs") for ranks in seconds]
+        print(write_rows(f"halo/{own}", rows, folder="cpu", children=PACKAGE))
 
 
 if __name__ == "__main__":

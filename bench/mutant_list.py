@@ -57,7 +57,7 @@ TESTS = {
     "kernels/hidden_dropout.py": ("tests/kernels/test_hidden_dropout.py",),
     "kernels/": ("tests/kernels/test_variants.py", *STEPS),
     **dict.fromkeys(
-        (f"megagraph/attention/{name}.py" for name in ("rank", "ring", "comm", "context_parallel")),
+        (f"megagraph/attention/{name}.py" for name in ("rank", "ring", "comm", "ulysses", "context_parallel")),
         ("tests/attention/test_ring.py", "tests/attention/test_halo.py"),
     ),
     "megagraph/attention/halo.py": ("tests/attention/test_halo.py",),
@@ -162,7 +162,7 @@ AUDITED = (
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = work.rows * work.columns * pair_bytes(",
+        "data = rows * work.columns * pair_bytes(",
         "data = work.columns * work.columns * pair_bytes(",
     ),
     Mutant(

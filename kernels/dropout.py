@@ -33,6 +33,8 @@ def row_keys(x, b, h, rows):
     if x.THRESHOLD > 0:
         if x.row_ids is not None:
             global_rows = tl.load(x.row_ids + rows)
+        if x.first_head is not None:
+            h += x.first_head
         key = tl.load(x.dropout_key + b).to(tl.uint32, bitcast=True)
         keys = mix32(mix32(key ^ h.to(tl.uint32)) ^ global_rows.to(tl.uint32))
     else:

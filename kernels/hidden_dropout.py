@@ -27,6 +27,7 @@ class Hidden(NamedTuple):
     M: int
     C: int
     first_column: None
+    first_head: None
     # compile-time constants, as tl.constexpr
     THRESHOLD: int
     KEEP_SCALE: float
@@ -72,6 +73,7 @@ def launch_hidden_dropout(x, out, p, dropout_key, row_ids) -> None:
         dropout_key=dropout_key.contiguous(),
         row_ids=None if row_ids is None else row_ids.contiguous(),
         first_column=None,
+        first_head=None,
         M=M,
         C=C,
         THRESHOLD=tl.constexpr(int(p * (1 << 32))),

@@ -167,6 +167,7 @@ def operands_of(
         dropout_key=dropout_key,
         row_ids=step.row_ids if dropout else None,
         first_column=step.first_column if dropout and step.first_column else None,
+        first_head=step.first_head if dropout and step.first_head else None,
         codes=recorder.constant(_codes(code, q.device)) if form == "bucket" else None,
         segments=None,
         num_segments=0,

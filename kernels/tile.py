@@ -58,6 +58,7 @@ class Operands(NamedTuple):
     dropout_key: Tensor | None  # int32 [B]
     row_ids: Tensor | None  # int32 [M]
     first_column: int | None  # of dropout: the global column of column 0; None: 0
+    first_head: int | None  # and the global number of head 0
     codes: Tensor | None  # int16 [TABLE_SIZE], bit pattern of each bucket, as ``halves.equal`` compares them
     segments: Tensor | None  # int32 [num_segments, 4]; None: one, of all keys, from column 0 on
     num_segments: int

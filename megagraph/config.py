@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megagraph import files, flags
 from megagraph.data.options import Batching, BatchOptions, Scope
 from megagraph.models.config import ModelConfig, ModelName
-from megagraph.planner.plan import Across, Plan, ScheduleName
+from megagraph.planner.plan import Across, Comm, Plan, ScheduleName
 from megagraph.planner.workload import Precision
 
 if TYPE_CHECKING:
@@ -168,9 +168,10 @@ class TrainConfig:
     """With --plan auto: what a process may use; default all of a GPU, or its part of this machine's memory."""
     any_fit: bool = False
     """With --plan auto: search even if what was measured is too noisy to predict itself."""
-    comm: Literal["ring", "allgather", "halo"] = "ring"
+    comm: Comm = "ring"
     """How keys and values reach all cp ranks: a block at a time, or all at once, in more memory and fewer steps.
-    halo: just those that a rank's pairs name, in full batches."""
+    halo: just those that a rank's pairs name, in full batches. ulysses: each rank has all nodes of a part of the heads,
+    and the bias of all nodes; cp divides heads."""
     shares: str | None = None
     """Sequences of a batch that each dp group takes, as in 11,5 where one of two is slower; default as even as can be,
     and what --plan auto finds."""
@@ -259,7 +260,9 @@ class TrainConfig:
                     f"spread by cp, its layers by pp; got {self.plan} and {self.microbatches}"
                 )
         elif self.comm == "halo":
-            raise ValueError("comm must be ring or allgather where all pairs attend, got halo; it is for full batches")
+            raise ValueError(
+                "comm must be ring, allgather or ulysses where all pairs attend, got halo; it is for full batches"
+            )
         if self.plan != "auto":
             self.parallel_plan()
         elif self.stage_layers is not None or self.shares is not None or self.stages_per_rank != 1:
@@ -336,6 +339,11 @@ class TrainConfig:
         if self.batching == "full":
             return 1
         return self.batch_size * (self.samples if self.batching == "ego" else 1)
+
+    @property
+    def sizes_of_plan(self) -> dict[str, int]:
+        """What a plan must fit, beside the processes."""
+        return {"num_layers": self.layers, "heads": self.heads, "batch_sequences": self.batch_sequences}
 
     def model_config(
         self,

@@ -52,7 +52,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         plan = None if config.plan == "auto" else config.parallel_plan()
         if plan is not None:  # one process may ask about a plan of several
             several = world_size() if world_size() > 1 else plan.world_size
-            plan.check(world_size=several, num_layers=config.layers, batch_sequences=config.batch_sequences)
+            plan.check(**config.sizes_of_plan, world_size=several)
         device = on_every_rank(config.torch_device)
         graph = on_one_process_first(lambda: as_graph(data, config))
         split = on_every_rank(lambda: choose_split(graph, config))

@@ -79,6 +79,7 @@ def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
         cp=plan.cp,
         num_microbatches=plan.num_microbatches,
         embeds=mesh.get_local_rank("pp") == 0,
+        whole_bias=plan.comm == "ulysses",
     )
 
 

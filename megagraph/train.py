@@ -171,7 +171,7 @@ class Trainer:
             elif (plan := on_rank_zero(partial(_known_plan, config))) is not None:
                 config = config.with_plan(plan)
             if plan is not None:
-                plan.check(world_size=world_size(), num_layers=config.layers, batch_sequences=config.batch_sequences)
+                plan.check(**config.sizes_of_plan, world_size=world_size())
             if config.tensorboard:
                 on_rank_zero(check_installed)
             device = on_every_rank(config.torch_device)

@@ -99,7 +99,7 @@ def test_a_file_gives_what_its_flags_give_and_those_of_the_command_line_win(call
 def test_whether_flags_go_together_is_seen_when_all_are_known(call):
     Path("run.toml").write_text('comm = "halo"')
     said = call("--config", "run.toml")
-    assert said.code == 1 and "comm must be ring or allgather where all pairs attend, got halo" in said.err
+    assert said.code == 1 and "comm must be ring, allgather or ulysses where all pairs attend, got halo" in said.err
     both = mg.TrainConfig(comm="halo", batching="full", plan="1,2,1")
     assert call("--config", "run.toml", "--batching", "full", "--plan", "1,2,1") == both
 

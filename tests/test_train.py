@@ -346,6 +346,7 @@ def graph_file(tmp_path_factory, graph):
             dict(embedding="learned", model="graphormer"),
         ),
         ("--plan 1,2,1 --comm halo", dict(batching="full", hops=2, propagate=1)),
+        ("--plan 1,2,1 --comm ulysses", dict(batching="cluster", sequence_nodes=128)),
     ],
 )
 def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):

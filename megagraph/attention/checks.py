@@ -35,8 +35,13 @@ def check_inputs(
     dropout_p: float,
     dropout_key: Tensor | None,
     layout: NodeLayout | None = None,
+    *,
+    all_rows: bool = False,
 ) -> None:
-    """Raise ValueError for what does not fit; with a ``layout``, k and v are one rank's rows of the N columns."""
+    """Raise ValueError for what does not fit; with a ``layout``, k and v are one rank's rows of the N columns.
+
+    ``all_rows``: q has all of this rank's rows, and the bias those of all ranks.
+    """
     given = {"q": q, "k": k, "v": v, "key_padding_mask": key_padding_mask, "dropout_key": dropout_key}
     for name, x in given.items():
         if x is not None:
@@ -62,8 +67,11 @@ def check_inputs(
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
 
-    if layout is not None and rows > keys:
-        raise ValueError(f"q must have at most the S = {keys} rows of this rank, got {rows}")
+    if layout is not None and (rows > keys or (all_rows and rows < keys)):
+        at_most = "all" if all_rows else "at most"
+        raise ValueError(f"q must have {at_most} the S = {keys} rows of this rank, got {rows}")
+    if all_rows:
+        rows = columns
 
     tensors: dict[str, Tensor | None] = {"k": k, "v": v}
     if bias is not None:

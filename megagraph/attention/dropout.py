@@ -63,9 +63,9 @@ def dropout_keys(seed: int, step: int, sequence_ids: Tensor) -> Tensor:
     return mix_key(start, seed, step, sequence_ids)
 
 
-def row_keys(key: Tensor, heads: int, rows: Tensor) -> Tensor:
-    """int32 [B, heads, M] from the key of each sequence [B] and the global row ids [M]."""
-    head_ids = torch.arange(heads, dtype=torch.int32, device=key.device)
+def row_keys(key: Tensor, heads: int, rows: Tensor, first_head: int = 0) -> Tensor:
+    """int32 [B, heads, M], of heads from a global one on, from the key of each sequence [B] and global row ids [M]."""
+    head_ids = torch.arange(first_head, first_head + heads, dtype=torch.int32, device=key.device)
     return mix32(mix32(key[:, None] ^ head_ids)[:, :, None] ^ rows.to(torch.int32))
 
 

@@ -32,7 +32,7 @@ class BiasedRingAttention(nn.Module):
         dropout: probability to drop an attention weight in training.
         bias: learn an offset in the query, value and output projections; keys have none, it cancels in the softmax.
         mesh: the CP group, a ``DeviceMesh`` of one dim; ``None`` for one rank.
-        comm: ``"ring"``, ``"allgather"`` or ``"halo"``, see [megagraph.ring_attention][].
+        comm: ``"ring"``, ``"allgather"``, ``"halo"`` or ``"ulysses"``, see [megagraph.ring_attention][].
         impl: see [megagraph.biased_attention][].
         device, dtype: of the parameters.
 
@@ -42,10 +42,13 @@ class BiasedRingAttention(nn.Module):
     Communication per rank: (P - 1) * 2 * B * R * E elements forward and twice that backward, half of it in fp32.
     With ``comm="allgather"``, k and v of all N nodes are kept for backward, and not sent again there; with
     ``comm="halo"`` those h of other ranks that pairs name: 2 * B * h * E elements arrive, and as many gradients leave.
+    ``comm="ulysses"`` sends (P - 1) / P * B * (4 * R + N_s) * E elements each way, and keeps the result twice; its bias
+    has all N rows on every rank.
 
     Raises:
-        ValueError: ``num_heads`` does not divide ``embed_dim``; there is no such ``comm``; in a call a shape does not
-            hold, or on a mesh of several ranks ``layout``, or ``dropout_key`` in training, is missing.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, or is no multiple of the ranks of ``"ulysses"``; there
+            is no such ``comm``; in a call a shape does not hold, or on a mesh of several ranks ``layout``, or
+            ``dropout_key`` in training, is missing.
 
     Examples:
         >>> attention = mg.BiasedRingAttention(32, num_heads=4, dropout=0.1)
@@ -73,13 +76,18 @@ class BiasedRingAttention(nn.Module):
         self.num_heads = num_heads
         self.dropout = dropout
         self.mesh = mesh
-        self.comm = check_comm(comm)
+        self.comm = check_comm(comm, heads=num_heads, ranks=1 if mesh is None else mesh.size())
         self.impl = impl
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias=False, device=device, dtype=dtype)
         self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.register_load_state_dict_pre_hook(take_multihead_state)
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether each of several ranks attends from all N rows, with some of the heads."""
+        return self.comm == "ulysses" and self.mesh is not None and self.mesh.size() > 1
 
     @classmethod
     def from_multihead_attention(
@@ -119,7 +127,8 @@ class BiasedRingAttention(nn.Module):
 
         Args:
             x: [B, S, E], the rows of this rank.
-            attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; ``None`` for none.
+            attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; ``None`` for none. On several ranks of
+                ``"ulysses"`` [B or 1, H or 1, N, N], whatever M is.
             layout: which nodes the rows are; ``None``: all of them, on one rank.
             key_padding_mask: bool [B, N], True = ignore.
             dropout_key: int32 [B], see [megagraph.dropout_keys][]; ``None`` in training draws one from the default
@@ -158,7 +167,7 @@ class BiasedRingAttention(nn.Module):
                 packed_attention(q, k, v, bias, packing, self.num_heads, dropout_p=dropout_p, dropout_key=dropout_key)
             )
         out = ring_attention(
-            self._split(self.q_proj(x if num_queries is None else x[:, :num_queries])),
+            self._split(self.q_proj(x if num_queries is None or self.by_heads else x[:, :num_queries])),
             self._split(self.k_proj(x)),
             self._split(self.v_proj(x)),
             attn_bias,
@@ -170,7 +179,7 @@ class BiasedRingAttention(nn.Module):
             dropout_key=dropout_key,
             impl=self.impl,
         )
-        return self.out_proj(self._join(out))
+        return self.out_proj(self._join(out[:, :, :num_queries]))
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, S, E] -> [B, H, S, D]."""

@@ -137,6 +137,7 @@ def make_step(
     dropout_key: Tensor | None,
     engine: str,
     short: bool,
+    first_head: int = 0,
 ) -> Step:
     """The arguments of a call, checked, as a step that has no keys yet."""
     lists: dict[str, Any] = {} if bias is None or bias.relation is None else bias.relation.lists
@@ -152,6 +153,7 @@ def make_step(
         scale=q.shape[-1] ** -0.5 if scale is None else check_scale(scale),
         dropout_p=dropout_p,
         dropout_key=None if dropout_p == 0.0 or dropout_key is None else dropout_key.contiguous(),
+        first_head=first_head,
         **lists,
     )
 
@@ -162,7 +164,7 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) ->
         check_values(step)
         with torch.autocast(q.device.type, enabled=False):  # every product in the dtype that was chosen for it
             return reference.biased_attention(
-                q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key
+                q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key, step.first_head
             )
     step = step.but(segments=[(0, 0, k.shape[2])])
     if _is_watched(q, k, v, step.learned):

@@ -21,6 +21,7 @@ def biased_attention(
     scale: float,
     dropout_p: float,
     dropout_key: Tensor | None,
+    first_head: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + b) v -> out [B, H, M, D], lse [B, H, M] (natural log, -inf for an empty row)."""
     compute = torch.promote_types(q.dtype, torch.float32)
@@ -35,6 +36,6 @@ def biased_attention(
     lse = s.masked_fill(empty, 0.0).logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
     if dropout_key is not None:
         rows, columns = (torch.arange(n, device=q.device) for n in s.shape[-2:])
-        keep = keep_mask(row_keys(dropout_key, q.shape[1], rows), columns, dropout_p)
+        keep = keep_mask(row_keys(dropout_key, q.shape[1], rows, first_head), columns, dropout_p)
         p = p * keep / (1.0 - dropout_p)  # dropped entries still count in the normaliser
     return (p @ v.to(compute)).to(q.dtype), lse

@@ -24,7 +24,7 @@ class Share:
     The sequences are dealt out over ``dp`` ranks by their ``weights``, as evenly as can be without, and the query rows
     of each over ``cp`` ranks (``NodeLayout``). A rank goes through its sequences in ``num_microbatches`` equal runs.
     One that does not embed, of a later stage of a pipeline, builds no features, most of a batch: its ``EMBEDDED``
-    fields have no rows.
+    fields have no rows. ``whole_bias``: the bias has all N rows, not just those of the rank.
     """
 
     dp_rank: int = 0
@@ -34,6 +34,7 @@ class Share:
     cp: int = 1
     num_microbatches: int = 1
     embeds: bool = True
+    whole_bias: bool = False
 
     def __post_init__(self) -> None:
         for name, rank, size in (("dp", self.dp_rank, self.dp), ("cp", self.cp_rank, self.cp)):
@@ -76,7 +77,8 @@ class Batch:
         node_ids:         [K * U]           int64    of these rows: 0..V-1, super nodes from V on; -1 = not read
         node_index:       [b, S - G]        int64    row of the table, global tokens have none; 0 on padding
         structure:        [b, C + G, S, N]  float32  or bfloat16, channels of ``ProjectedBias``, or
-                          [b, S, N]         uint8    buckets of ``BucketBias``, or ``BorderedData`` of a full batch
+                          [b, S, N]         uint8    buckets of ``BucketBias``, or ``BorderedData`` of a full batch;
+                          all N rows        where the share says so
         key_padding_mask: [b, N]            bool     True = padding
         labels:           [b, t]            int64    class, -1 = does not count; or, of several labels a node,
                           [b, t, classes]   int8     1 = has it, 0 = has it not

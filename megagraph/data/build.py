@@ -48,6 +48,10 @@ class Builder(ABC):
         """Of sequences of so many regular and super nodes over the ranks of a share."""
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp)
 
+    def _bias_layout(self, layout: NodeLayout, share: Share) -> NodeLayout:
+        """That of the rows of the bias."""
+        return NodeLayout(layout.num_nodes, layout.num_super) if share.whole_bias else layout
+
     def _super_rows(self, regular: np.ndarray, supers: np.ndarray) -> np.ndarray:
         """Which row every super node [b, N_s - G] has beside the regular nodes [b, N'], -1 = masked."""
         return supers
@@ -68,7 +72,7 @@ class Builder(ABC):
         row_bytes = 4 * self.graph.in_features + 4 * 8  # features; degrees, ids, index, targets
         row_bytes += self.graph.labels[:1].nbytes
         rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
-        return self.structure.num_bytes(num_sequences, layout) + rest
+        return self.structure.num_bytes(num_sequences, self._bias_layout(layout, share)) + rest
 
     @abstractmethod
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
@@ -121,7 +125,7 @@ class Builder(ABC):
             tables = no_rows(self.graph.in_features)
         return Batch(
             **tables,
-            structure=self.structure.build(self._relabelled(regular), supers, layout),
+            structure=self.structure.build(self._relabelled(regular), supers, self._bias_layout(layout, share)),
             key_padding_mask=torch.from_numpy(padding),
             # only T slots have labels: a block beyond them slices nothing
             labels=torch.from_numpy(np.ascontiguousarray(labels[:, block])),

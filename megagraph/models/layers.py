@@ -28,8 +28,8 @@ class Context:
     """What a batch tells every layer.
 
     Args:
-        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank. Or, of a whole graph,
-            the buckets of listed pairs and of super nodes.
+        structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank, and N for S where
+            ranks attend by heads. Or, of a whole graph, the buckets of listed pairs and of super nodes.
         key_padding_mask: bool [B, N], True = padding.
         layout: which nodes the S rows are.
         dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
@@ -99,7 +99,8 @@ class GraphTransformerLayer(nn.Module):
             bias = BucketBias(context.structure, learned)
         else:
             bias = ProjectedBias(context.structure, learned)
-        if num_queries is not None:  # else all layers have one tensor, whose values are checked once
+        # else all layers have one tensor, whose values are checked once
+        if num_queries is not None and not self.attention.by_heads:
             bias = bias.rows(rows)
         of_layer = None if key is None else mix_key(key, self.index)
         key_at = [None if of_layer is None else mix_key(of_layer, site) for site in range(3)]

@@ -103,8 +103,8 @@ class GraphTransformer(nn.Module):
         Args:
             features: [U, d_in], the batch's distinct raw rows (graph nodes and super nodes), or [U, d] learned ones.
             node_index: int64 [B, S - G], the row of ``features`` at each local position; G global tokens follow.
-            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank; or
-                those of a whole graph.
+            structure: channels [B or 1, C, S, N] or uint8 buckets [B or 1, S, N]; S = N on one rank, and N for S where
+                ranks attend by heads (``comm="ulysses"``); or those of a whole graph.
             key_padding_mask: bool [B, N], True = padding.
             degrees: int64 [U], of the rows of ``features``; only Graphormer reads it.
             layout: which nodes are local; ``None``: all, on one rank.

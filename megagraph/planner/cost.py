@@ -174,12 +174,13 @@ class CostModel:
             "columns": work.columns,
             "dim": config.dim,
             "ffn_dim": config.ffn_dim,
-            "heads": config.heads,
+            "heads": config.heads / (plan.cp if work.by_heads else 1),
         }
         if plan.pp > 1:
             sizes["transfer bytes"] = work.hidden_bytes
         if plan.cp > 1:
-            sizes["transfer bytes"] = work.gradients_of_keys * work.block_bytes
+            block_bytes = work.gradients_of_keys * work.block_bytes
+            sizes["transfer bytes"] = work.head_bytes if work.by_heads else block_bytes
         if plan.cp * plan.dp > 1:
             sizes["all-reduce ranks"] = plan.cp * plan.dp
         found = []

@@ -86,6 +86,11 @@ def kept_bytes(rates: Rates, work: RankWork) -> Kept:
         layer, last_layer = layer + gathered, last_layer + gathered
     elif plan.comm == "halo":
         layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
+    elif work.by_heads:  # q, k, v and results of all rows, of a rank's heads, and results of its rows
+        own, wanted = work.hidden_bytes, work.hidden_bytes * work.targets / rows
+        whole = own * work.all_rows / rows / plan.cp
+        layer += 4 * whole + own - 4 * own
+        last_layer += 4 * whole + wanted - (2 * own + 3 * wanted)  # without a copy of what q is made of
     embedding = dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))
     head = dot(rates, head_kept_terms(m, rows, work.targets, config, mixed=mixed))
     return Kept(layer, last_layer, embedding, head)
@@ -122,9 +127,10 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     """What a rank holds once, however many stages, layers and micro-batches: the batch's data, workspace, ring buffers,
     a layer that is computed again; ``kept`` as above."""
     plan, config = work.plan, work.config
-    data = work.rows * work.columns * pair_bytes(config, work.dtype)
+    rows, pairs = (work.all_rows, plan.cp * work.pairs) if work.by_heads else (work.rows, work.pairs)
+    data = rows * work.columns * pair_bytes(config, work.dtype)
     if work.pairs:
-        data = listed_bytes(work.rows, work.num_super, work.pairs)
+        data = listed_bytes(rows, work.num_super, pairs)
     total = _batches(rates, work) * work.batch_sequences * data + dot(
         rates, workspace_terms(work.sequences, work.rows, work.targets, config)
     )
@@ -134,6 +140,8 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
         total += plan.cp * work.gradients_of_keys * work.block_bytes  # the gradients of k and v of all nodes
     elif plan.comm == "halo":
         total += work.gradients_of_keys * work.halo_bytes
+    elif work.by_heads:  # a message of q, k and v to all ranks, and of all
+        total += 2 * plan.cp * work.head_bytes
     elif plan.cp > 1:  # two visiting blocks each way, accumulator
         total += 2 * (1 + work.gradients_of_keys) * work.block_bytes + work.gradients_of_keys * work.hidden_bytes
     return total * _process_factor(rates)

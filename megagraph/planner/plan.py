@@ -12,6 +12,7 @@ from megagraph.data.options import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
+Comm = Literal["ring", "allgather", "halo", "ulysses"]
 
 _SCHEDULES, _ACROSS = get_args(ScheduleName), get_args(Across)
 # a schedule is made of all stages and micro-batches
@@ -25,8 +26,8 @@ class Plan:
     Args:
         pp: ranks of a pipeline [P_pp].
         cp: ranks over which the nodes of a sequence are spread [P_cp].
-        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, ``"allgather"`` or, of
-            listed pairs, ``"halo"``.
+        comm: how keys and values reach all cp ranks: ``"ring"``, block by block behind the work, ``"allgather"``, of
+            listed pairs ``"halo"``, or ``"ulysses"``, queries as well, of a part of the heads for each.
         dp: groups of ranks that take different sequences of a batch, replicas [P_dp].
         shares: sequences of a batch that each replica takes, in proportion where it has others; ``()`` for as even as
             can be.
@@ -58,7 +59,7 @@ class Plan:
 
     pp: int = 1
     cp: int = 1
-    comm: Literal["ring", "allgather", "halo"] = "ring"
+    comm: Comm = "ring"
     dp: int = 1
     shares: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
@@ -76,8 +77,8 @@ class Plan:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
-        if self.comm not in ("ring", "allgather", "halo"):
-            raise ValueError(f"comm must be 'ring', 'allgather' or 'halo', got {self.comm!r}")
+        if self.comm not in get_args(Comm):
+            raise ValueError(f"comm must be 'ring', 'allgather', 'halo' or 'ulysses', got {self.comm!r}")
         if self.comm == "halo" and self.cp == 1:
             raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
         if self.across not in _ACROSS:
@@ -176,7 +177,7 @@ class Plan:
         bounds = [0, *accumulate(layers)]
         return [range(start, stop) for start, stop in pairwise(bounds)]
 
-    def check(self, *, world_size: int, num_layers: int, batch_sequences: int) -> None:
+    def check(self, *, world_size: int, num_layers: int, heads: int, batch_sequences: int) -> None:
         """Raise ValueError unless the plan fits the processes, the model and the global batch."""
         if self.world_size != world_size:
             raise ValueError(
@@ -185,12 +186,21 @@ class Plan:
                 f"or pass --plan auto, or a plan of {world_size}"
             )
         self.stages(num_layers)
+        self.check_heads(heads)
         least = min(self.sequences(batch_sequences))
         if least < self.num_microbatches:
             raise ValueError(
                 f"every replica must have a sequence for each of num_microbatches = {self.num_microbatches}, got "
                 f"{least} of the {batch_sequences} of a global batch on one of dp = {self.dp}; take fewer of "
                 "either, or a larger batch"
+            )
+
+    def check_heads(self, heads: int) -> None:
+        """Raise ValueError unless so many heads can be dealt out to cp ranks, where the plan does so."""
+        if self.comm == "ulysses" and heads % self.cp:
+            raise ValueError(
+                f"heads must be a multiple of cp = {self.cp} for comm 'ulysses', which deals them out, got {heads}; "
+                "take another comm, or a cp that divides them"
             )
 
     def sequences(self, batch_sequences: int) -> list[int]:

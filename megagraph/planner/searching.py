@@ -96,10 +96,10 @@ def search(
     one for every rank.
 
     Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
-    split of least memory; halos, where pairs are listed; and, over nodes or ranks that differ, with stages or replicas
-    ``across``. They run on paper in the order of a closed form that no split of theirs is faster than, until that is
-    above the best of them: with the split of least GPipe time, then with every split where these are few
-    (``FEW_SPLITS``), else with those that move a layer and make it faster.
+    split of least memory; halos, where pairs are listed; ulysses, where cp divides the heads; and, over nodes or ranks
+    that differ, with stages or replicas ``across``. They run on paper in the order of a closed form that no split of
+    theirs is faster than, until that is above the best of them: with the split of least GPipe time, then with every
+    split where these are few (``FEW_SPLITS``), else with those that move a layer and make it faster.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -197,7 +197,8 @@ def shapes(
             dp = world_size // pp // cp
             if any(fixed.get(name, value) != value for name, value in (("pp", pp), ("cp", cp), ("dp", dp))):
                 continue
-            ways = (("ring", "allgather", "halo") if given.pairs else ("ring", "allgather")) if cp > 1 else ("ring",)
+            possible = {"ring": True, "allgather": True, "halo": given.pairs > 0, "ulysses": config.heads % cp == 0}
+            ways = tuple(way for way, can in possible.items() if can) if cp > 1 else ("ring",)
             laid_out = mappings if min(pp, dp) > 1 else ("pp",)
             for comm, across, checkpoint in product(ways, laid_out, (False, True)):
                 base: dict[str, Any] = dict(

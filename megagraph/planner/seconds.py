@@ -57,7 +57,22 @@ def _layer_seconds(seconds: Mapping[str, Rates], links: Links, work: RankWork, w
     # zero-bubble asks for gradients of inputs, then of weights; attention computes all of them both times
     times = 2 if work.plan.schedule == "zero_bubble" and way == "backward" else 1
     others = dot(rates, layer_terms(work.sequences, work.rows, queries, work.config))
+    if work.by_heads:  # queries of all rows, whichever are wanted
+        others += rates.get("layer.product", 0.0) * work.sequences * (work.rows - queries) * work.config.dim**2
+        return others + times * _by_heads_seconds(rates, links, work)
     return others + times * _attention_seconds(rates, links, work, way, queries)
+
+
+def _by_heads_seconds(rates: Rates, links: Links, work: RankWork) -> float:
+    """Attention from all rows to all keys with a part of the heads, between two exchanges; both ways."""
+    plan, config, m = work.plan, work.config, work.sequences
+    if work.pairs:
+        pairs = plan.cp * work.pairs
+        terms = listed_terms(m, work.num_nodes, work.num_super, pairs, config, supers=True, ranks=plan.cp)
+    else:
+        terms = attention_terms(m, work.columns, work.columns, config, ring=False, ranks=plan.cp)
+    there, back = links.to_all(plan, work.head_bytes), links.to_all(plan, work.hidden_bytes / plan.cp)
+    return there + dot(rates, terms) + back
 
 
 def _attention_seconds(rates: Rates, links: Links, work: RankWork, way: str, queries: int) -> float:

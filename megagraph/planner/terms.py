@@ -41,28 +41,32 @@ def layer_terms(m: float, rows: float, queries: float, config: ModelConfig) -> T
     }
 
 
-def attention_terms(m: float, queries: float, keys: float, config: ModelConfig, *, ring: bool) -> Terms:
-    """One call of the fused step [t_step(S, n)]: ``queries`` rows against ``keys`` columns."""
-    scores = m * queries * keys
+def attention_terms(m: float, queries: float, keys: float, config: ModelConfig, *, ring: bool, ranks: int = 1) -> Terms:
+    """One call of the fused step [t_step(S, n)]: ``queries`` rows against ``keys`` columns; to ``ranks`` the heads are
+    dealt out."""
+    scores, heads, dim = m * queries * keys, config.heads / ranks, config.dim / ranks
     channels = config.bias_size if config.bias == "projected" else 1
     return {
         "attention.call": 1.0,
-        "attention.score": scores * config.heads,
-        "attention.product": scores * config.dim,
+        "attention.score": scores * heads,
+        "attention.product": scores * dim,
         "attention.bias": scores * channels,
-        "attention.row": m * queries * config.heads,
-        "attention.state": m * queries * config.dim if ring else 0.0,
+        "attention.row": m * queries * heads,
+        "attention.state": m * queries * dim if ring else 0.0,
     }
 
 
-def listed_terms(m: float, block: float, num_super: float, pairs: float, config: ModelConfig, *, supers: bool) -> Terms:
+def listed_terms(
+    m: float, block: float, num_super: float, pairs: float, config: ModelConfig, *, supers: bool, ranks: int = 1
+) -> Terms:
     """Attention where pairs are listed: of ``block`` regular rows to super nodes and along the pairs, and of the super
-    rows, if they are computed, to all."""
-    terms = attention_terms(m, block, num_super, config, ring=False)
+    rows, if they are computed, to all; ``ranks`` as above."""
+    terms = attention_terms(m, block, num_super, config, ring=False, ranks=ranks)
     if supers:
-        others = attention_terms(m, num_super, block + num_super, config, ring=False)
+        others = attention_terms(m, num_super, block + num_super, config, ring=False, ranks=ranks)
         terms = {name: value + others[name] for name, value in terms.items()}
-    return terms | {"pair.call": 1.0, "pair.score": m * pairs * config.heads, "pair.product": m * pairs * config.dim}
+    scores, products = m * pairs * config.heads / ranks, m * pairs * config.dim / ranks
+    return terms | {"pair.call": 1.0, "pair.score": scores, "pair.product": products}
 
 
 def embedding_terms(m: float, rows: float, dim: int, in_features: int, feature_rows: float) -> Terms:

@@ -104,7 +104,8 @@ class RankWork:
         whole_batch: sequences of a batch [B].
         batch_sequences: of the largest part that a replica has [B / P_dp].
         sequences: of a micro-batch of it [b].
-        block: regular nodes of a sequence [N' / P_cp].
+        num_nodes: regular nodes of a sequence [N'].
+        block: those of the rank [N' / P_cp].
         rows, columns: nodes of a sequence that the rank computes, and those that they attend to [S, N' + N_s], on
             average where pairs are listed.
         targets: rows of a sequence that are read out.
@@ -119,6 +120,7 @@ class RankWork:
     whole_batch: int
     batch_sequences: int
     sequences: int
+    num_nodes: int
     block: int
     num_super: int
     rows: int
@@ -133,6 +135,7 @@ class RankWork:
     @classmethod
     def of(cls, config: ModelConfig, plan: Plan, given: Workload) -> RankWork:
         """What a plan leaves each rank of a workload; the plan need not say how the layers are split."""
+        plan.check_heads(config.heads)
         block = math.ceil(given.num_nodes / plan.cp)
         rows = block + given.num_super
         own = plan.most_sequences(given.batch_sequences)
@@ -144,6 +147,7 @@ class RankWork:
             whole_batch=given.batch_sequences,
             batch_sequences=own,
             sequences=-(-own // plan.num_microbatches),
+            num_nodes=given.num_nodes,
             block=block,
             num_super=given.num_super,
             rows=rows,
@@ -182,6 +186,21 @@ class RankWork:
     def block_bytes(self) -> float:
         """Keys and values of a micro-batch's block."""
         return 2.0 * self.number_bytes * self.sequences * self.block * self.config.dim
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether every rank attends from all rows, with a part of the heads."""
+        return self.plan.cp > 1 and self.plan.comm == "ulysses"
+
+    @property
+    def all_rows(self) -> int:
+        """Nodes of a sequence, on whichever rank."""
+        return self.num_nodes + self.num_super
+
+    @property
+    def head_bytes(self) -> float:
+        """Queries, keys and values of a micro-batch's block, of the heads of one rank."""
+        return 1.5 * self.block_bytes / self.plan.cp
 
     @property
     def gradients_of_keys(self) -> float:

@@ -17,7 +17,9 @@ from megagraph.attention.comm import Comm
 from tests.problems import FORMS, IMPLS, Problem, to, with_learned
 from tests.problems import ring_problem as make_ring_problem
 
-DENSE_WAYS: tuple[Comm, ...] = ("ring", "allgather")
+ROW_WAYS: tuple[Comm, ...] = ("ring", "allgather")  # a rank attends from its rows, as many as it wants
+DENSE_WAYS: tuple[Comm, ...] = (*ROW_WAYS, "ulysses")
+HEADS = 12
 SIZES = [(num_super, num_nodes) for num_super in (0, 1, 5) for num_nodes in (13, 2)]
 
 
@@ -32,7 +34,7 @@ def ring_options(world_size: int) -> dict[str, dict]:
             for impl in IMPLS if world_size == 2 and (i + j) % 3 == 0 else IMPLS[-1:]:
                 for comm in DENSE_WAYS:
                     name = f"attention-{comm}-{form}-{num_super}-{num_nodes}-{impl}"
-                    cases[name] = problem | {"impl": impl, "comm": comm}
+                    cases[name] = problem | {"impl": impl, "comm": comm, "H": world_size if comm == "ulysses" else 2}
     return cases
 
 
@@ -61,8 +63,8 @@ def ring_cases(world_size: int) -> dict[str, Callable]:
         cases |= {name: partial(bad_call, options) for name, (options, _) in BAD_CALLS.items()}
     cases |= {name: partial(staged, **options) for name, options in staged_options(world_size).items()}
     cases |= {f"gather-{comm}": partial(gathered_mean, comm=comm) for comm in DENSE_WAYS}
-    cases |= {f"queries-{comm}": partial(one_query_but_on_rank_zero, comm) for comm in DENSE_WAYS}
-    return cases | {"trace": traced_messages}
+    cases |= {f"queries-{comm}": partial(one_query_but_on_rank_zero, comm) for comm in ROW_WAYS}
+    return cases | {"trace": traced_messages, "sent": sent_by_heads}
 
 
 BAD_CALLS = {
@@ -76,8 +78,24 @@ BAD_CALLS = {
         "ValueError: the layout is that of rank 0 of 1, but this process is rank",
     ),
     "mesh of two dims": (dict(mesh_shape=(1, 2)), "ValueError: mesh must have one dim, got ('a', 'b'); pass a slice"),
-    "all columns": (dict(columns=6), "ValueError: bias must have shape [B or 1, H or 1, M, N] = [2 or 1, 2, 6, 9]"),
+    "all columns": (dict(columns=6), "ValueError: bias must have shape [B or 1, H or 1, M, N] = [2 or 1, 12, 6, 9]"),
     "reference": (dict(impl="reference"), "NotImplementedError: impl='reference' cannot run these inputs:"),
+    "heads of a module": (
+        dict(comm="ulysses", num_heads=3),
+        "ValueError: heads must be a multiple of the 2 ranks that comm 'ulysses' deals them out to, got 3; take 'ring'",
+    ),
+    "heads of a module whose way was set": (
+        dict(set_comm="ulysses", num_heads=3, all_rows=True),
+        "ValueError: heads must be a multiple of the 2 ranks that comm 'ulysses' deals them out to, got 3; take 'ring'",
+    ),
+    "own rows": (
+        dict(comm="ulysses"),
+        "ValueError: bias must have shape [B or 1, H or 1, M, N] = [2 or 1, 12, 9, 9], got [2, 12, 6, 9]; pass",
+    ),
+    "few rows": (
+        dict(comm="ulysses", num_rows=5),
+        "ValueError: q must have all the S = 6 rows of this rank, got 5",
+    ),
 }
 
 
@@ -89,10 +107,17 @@ def bad_call(options: dict) -> str:
     columns = options.pop("columns", 9)
     if shape := options.pop("mesh_shape", None):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
-    module, x, index = attention_and_input(mesh=mesh, **options)
-    bias = mg.BucketBias(index[:, :6, :columns], torch.zeros(2, 5, dtype=torch.float64))
+    num_rows, set_comm = options.pop("num_rows", None), options.pop("set_comm", None)
+    bias_rows = slice(9 if options.pop("all_rows", False) else 6)
     try:
-        module(x[:, :6], bias, layout=layout)
+        module, x, index = attention_and_input(mesh=mesh, **options)
+        module.comm = set_comm or module.comm
+        bias = mg.BucketBias(index[:, bias_rows, :columns], torch.zeros(module.num_heads, 5, dtype=torch.float64))
+        if num_rows is None:
+            module(x[:, :6], bias, layout=layout)
+        else:
+            q = x[:, None, :6]
+            mg.ring_attention(q[:, :, :num_rows], q, q, None, layout=layout, mesh=mesh, comm=module.comm)
     except (ValueError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -112,7 +137,7 @@ def run_ring(impl: str, comm: Comm, num_super: int, num_nodes: int, world_size: 
     q, k, v = (layout.shard(x, 2).requires_grad_() for x in (problem.q, problem.k, problem.v))
     learned, bias = [], None
     if problem.bias is not None:
-        bias = problem.bias.rows(rows.clamp(min=0))
+        bias = problem.bias if comm == "ulysses" else problem.bias.rows(rows.clamp(min=0))
         learned = [bias.learned.detach().requires_grad_()]
     out, lse = mg.ring_attention(
         q,
@@ -138,7 +163,7 @@ def run_ring(impl: str, comm: Comm, num_super: int, num_nodes: int, world_size: 
     whole = partial(sum_of_rows, layout)
     result = {"out": layout.gather(out.detach(), 2, mesh), "lse": layout.gather(lse.detach(), 2, mesh)}
     result |= {name: whole(grad) for name, grad in zip(("dq", "dk", "dv"), grads, strict=False)}
-    if learned and bias.form == "dense":
+    if learned and bias.form == "dense" and comm != "ulysses":
         result["d_learned"] = whole(grads[3])
     elif learned:
         dist.all_reduce(grads[3])
@@ -183,6 +208,24 @@ def traced_messages() -> dict[str, list[str]]:
     return trace
 
 
+def sent_by_heads() -> dict[str, list[int]]:
+    """Elements that one rank sends to others in every exchange of ulysses."""
+    mesh, sent = ring_mesh(dist.get_world_size()), []
+    layout = mg.NodeLayout(12, 2, mesh.get_local_rank(), mesh.size())
+    inputs = [torch.zeros(1, HEADS, layout.num_local, 4, requires_grad=True) for _ in range(3)]
+    post = dist.batch_isend_irecv
+
+    def counted(operations):
+        sent.append(sum(operation.tensor.numel() for operation in operations if operation.op is dist.isend))
+        return post(operations)
+
+    with patch.object(dist, "batch_isend_irecv", counted):
+        out = mg.ring_attention(*inputs, layout=layout, mesh=mesh, comm="ulysses")
+        forward, sent = sent, []
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+    return {"forward": forward, "backward": sent}
+
+
 def sum_of_rows(layout: mg.NodeLayout, local: Tensor) -> Tensor:
     """[B, H, N, ...] from the rows [B, H, S, ...] of all ranks, each in its place."""
     rows = layout.local_to_global.to(local.device)
@@ -218,11 +261,16 @@ def queries_problem(world_size: int) -> Problem:
     return to(make_ring_problem("projected", world_size, 2, 13, dropout_p=0.25, padded=False), "cpu", torch.float64)
 
 
-def attention_and_input(**options) -> tuple[mg.BiasedRingAttention, Tensor, Tensor]:
-    """A module, x [2, 9, 8] whose last two nodes are super nodes, and a bias index."""
+def attention_and_input(num_heads=HEADS, **options) -> tuple[mg.BiasedRingAttention, Tensor, Tensor]:
+    """A module, x [2, 9, 24] whose last two nodes are super nodes, and a bias index."""
     torch.manual_seed(0)
-    module = mg.BiasedRingAttention(8, 2, **options).double()
-    return module, torch.randn(2, 9, 8, dtype=torch.float64), torch.randint(0, 5, (2, 9, 9), dtype=torch.uint8)
+    module = mg.BiasedRingAttention(24, num_heads, **options).double()
+    return module, torch.randn(2, 9, 24, dtype=torch.float64), torch.randint(0, 5, (2, 9, 9), dtype=torch.uint8)
+
+
+def learned_table() -> Tensor:
+    """Of the index's buckets."""
+    return torch.linspace(-1, 1, 5 * HEADS, dtype=torch.float64).view(HEADS, 5).requires_grad_()
 
 
 def gathered_mean(**options) -> dict[str, Tensor]:
@@ -230,9 +278,8 @@ def gathered_mean(**options) -> dict[str, Tensor]:
     mesh = ring_mesh(dist.get_world_size())
     layout = mg.NodeLayout(7, 2, mesh.get_local_rank(), mesh.size())
     module, x, index = attention_and_input(mesh=mesh, **options)
-    table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
-    rows = layout.shard(x, 1).requires_grad_()
-    out = module(rows, mg.BucketBias(layout.shard(index, 1), table), layout=layout)
+    table, rows = learned_table(), layout.shard(x, 1).requires_grad_()
+    out = module(rows, mg.BucketBias(index if module.by_heads else layout.shard(index, 1), table), layout=layout)
     loss = (layout.gather(out, 1, mesh) ** 2).mean()
     loss.backward()
     grads = {name: parameter.grad for name, parameter in module.named_parameters()} | {"table": table.grad}

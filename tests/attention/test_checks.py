@@ -42,6 +42,7 @@ def valid(name: str) -> dict:
         dropout_key=problem.dropout_key,
         row_ids=row_ids,
         first_column=0,
+        first_head=0,
         **dict.fromkeys(LISTS),
     )
     out, (lse, m, l) = torch.zeros_like(problem.q), (zeros(B, H, M) for _ in range(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,10 @@ from megagraph.attention.dropout import (
     mix_key,
     row_keys,
 )
+from megagraph.attention.engines import choose
 from megagraph.attention.hidden import _drop_rows, hidden_dropout
+from megagraph.attention.operator import attention, make_step
+from tests.problems import of_a_cpu
 
 KEY = dropout_keys(2**31 + 7, 3, torch.tensor([0, 9]))
 
@@ -75,6 +80,35 @@ def test_the_mask_is_random_enough():
     shifted = (first.roll(1, 2), first.roll(1, 3), first.flip(1), first.flip(0), mask(1, 0), mask(0, 1))
     for other in shifted:
         assert abs((first * other).mean()) < noise
+
+
+@of_a_cpu
+@pytest.mark.parametrize(
+    ("impl", "dtype", "D"),
+    # eight heads side by side, tiles, and kernels of narrow and of wide heads
+    [("reference", torch.float64, 4), ("blocked", torch.float32, 4), ("blocked", torch.float64, 4)]
+    + [("triton", torch.float32, D) for D in (4, 20)],
+    ids=str,
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_heads_drop_as_those_that_they_are(impl, dtype, D, listed):
+    """Heads 5 to 14 of 19 as a call of their own."""
+    if impl == "triton":
+        pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    torch.manual_seed(0)
+    q, d_out = (torch.randn(2, 19, 9, D, dtype=dtype, requires_grad=True) for _ in range(2))
+    pairs = (torch.rand(9, 9) < 0.7).to(dtype)
+    bias = mg.BucketBias(pairs.to(torch.uint8).to_sparse_csr(), torch.randn(19, 2, dtype=dtype)) if listed else None
+    of_heads = replace(bias, table=bias.table[5:15]) if listed else None
+    engine, short = choose(impl, q)
+    results = []
+    for x, b, first_head in ((q, bias, 0), (q[:, 5:15], of_heads, 5)):
+        step = make_step(x, b, None, None, 0.4, KEY, engine, short, first_head)
+        out, _ = attention(step, x, x, x, b)
+        results.append((out, torch.autograd.grad(out, q, d_out[:, first_head : first_head + x.shape[1]])[0]))
+    (out, d_q), (of_some, d_some) = results
+    torch.testing.assert_close(of_some, out[:, 5:15], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(d_some[:, 5:15], d_q[:, 5:15], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

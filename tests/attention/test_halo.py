@@ -22,6 +22,11 @@ WAYS = get_args(Comm)
 CUTS = {2: (0, 3, 17), 3: (0, 1, 10, 17), 4: (0, 8, 9, 12, 17)}
 
 
+def heads(way, world_size):
+    """Three, or two a rank where ranks share them out."""
+    return 2 * world_size if way == "ulysses" else 3
+
+
 def attend_by(bias_of=lambda bias: bias, **options):
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):
         given = dict(key_padding_mask=padding, dropout_p=dropout_p, dropout_key=dropout_key)
@@ -33,7 +38,7 @@ def attend_by(bias_of=lambda bias: bias, **options):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("form", "kind"), [*itertools.product(FORMS, ("scattered", "hub", "band", "one"))])
 def test_listed_pairs(form, kind, way):
-    dense, given, pairs = problem(form, kind, M=19, N=19, dropout_p=0.3)
+    dense, given, pairs = problem(form, kind, H=heads(way, 3), M=19, N=19, dropout_p=0.3)
     options = dict(num_super=2, world_size=3, comm=way, cuts=CUTS[3])
     assert_equal(expected(given, attend_by(**options)), of_pairs(expected(dense), form, pairs))
 
@@ -43,7 +48,8 @@ def test_listed_pairs(form, kind, way):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 20])
 @pytest.mark.parametrize("num_super", [0, 2])
 def test_ranks_of_any_number_and_length(num_super, world_size, cut, way):
-    dense, given, pairs = problem("bucket", "hub", S=1, B=3, M=17 + num_super, N=17 + num_super, dropout_p=0.2)
+    sizes = dict(S=1, B=3, H=heads(way, world_size), M=17 + num_super, N=17 + num_super)
+    dense, given, pairs = problem("bucket", "hub", **sizes, dropout_p=0.2)
     cuts = CUTS.get(world_size) if cut else None
     options = dict(num_super=num_super, world_size=world_size, comm=way, cuts=cuts)
     assert_equal(expected(given, attend_by(**options)), of_pairs(expected(dense), "bucket", pairs))
@@ -53,7 +59,7 @@ def test_ranks_of_any_number_and_length(num_super, world_size, cut, way):
 @pytest.mark.parametrize(("world_size", "B", "num_super"), [(1, 1, 4), (2, 1, 1), (3, 2, 4), (4, 1, 17), (25, 1, 4)])
 @pytest.mark.parametrize("cut", [False, True])
 def test_super_nodes_see_and_are_seen_by_all(way, world_size, B, num_super, cut):
-    whole, data = bordered(num_super, B=B, regular=17, dropout_p=0.3)
+    whole, data = bordered(num_super, B=B, H=heads(way, world_size), regular=17, dropout_p=0.3)
     options = dict(num_super=num_super, world_size=world_size, comm=way, cuts=CUTS.get(world_size) if cut else None)
     assert_equal(expected(whole, attend_by(lambda bias: data.bias(bias.table), **options)), expected(whole))
 
@@ -69,10 +75,10 @@ def test_super_nodes_see_and_are_seen_by_all(way, world_size, B, num_super, cut)
 def test_kernels(form, way):
     options = dict(num_super=2, world_size=3, comm=way, cuts=CUTS[3], impl="triton")
     if form == "bordered":
-        whole, data = bordered(2, B=2, regular=17, dropout_p=0.3)
+        whole, data = bordered(2, B=2, H=heads(way, 3), regular=17, dropout_p=0.3)
         assert_equal(expected(whole, attend_by(lambda bias: data.bias(bias.table), **options)), expected(whole))
     else:
-        dense, given, pairs = problem(form, "hub", M=19, N=19, dropout_p=0.3)
+        dense, given, pairs = problem(form, "hub", H=heads(way, 3), M=19, N=19, dropout_p=0.3)
         assert_equal(expected(given, attend_by(**options)), of_pairs(expected(dense), form, pairs))
 
 
@@ -109,11 +115,11 @@ def test_data_are_put_in_order_once_and_anew_after_a_change():
 BAD = {
     "dense bias": (
         dict(comm="halo", bias=torch.zeros(6, 6)),
-        "comm must be 'ring' or 'allgather' where all pairs attend, got 'halo'; pass a sparse bias",
+        "comm must be 'ring', 'allgather' or 'ulysses' where all pairs attend, got 'halo'; pass a sparse bias",
     ),
     "no bias": (dict(comm="halo", bias=None), "pass a sparse bias"),
     "no mesh": (dict(comm="halo"), "comm must be 'ring' without a mesh, got 'halo'; pass the mesh"),
-    "no such way": (dict(comm="shards"), "comm must be 'ring', 'allgather' or 'halo', got 'shards'"),
+    "no such way": (dict(comm="shards"), "comm must be 'ring', 'allgather', 'halo' or 'ulysses', got 'shards'"),
 }
 
 

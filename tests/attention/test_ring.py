@@ -87,6 +87,26 @@ def test_gathered_keys_are_dense_attention(form, world_size, num_super, num_node
 
 
 @pytest.mark.parametrize(
+    ("world_size", "num_super", "num_nodes", "impl"),
+    [(*case, IMPLS[-1]) for case in CASES] + [(2, 5, 13, "reference")] + [(4, 5, 13, "triton")] * (len(IMPLS) - 1),
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_of_ranks_are_dense_attention(form, world_size, num_super, num_nodes, impl):
+    """Three heads a rank, whose numbers differ from those of the first rank in several bits."""
+    B, H, dropout_p = (1, world_size, 0.25) if impl == "triton" else (2, 3 * world_size, 0.25 * (world_size % 2 == 0))
+    problem = ring_problem(form, world_size, num_super, num_nodes, B=B, H=H, dropout_p=dropout_p)
+    got = run(problem, loopback_attention, num_super=num_super, world_size=world_size, impl=impl, comm="ulysses")
+    assert_matches(got, problem)
+
+
+@pytest.mark.parametrize("planes", [(1, 1), (1, 4), (2, 1)])
+def test_heads_of_ranks_share_a_dense_bias(planes):
+    problem = make_problem("dense", Shape(15, 15, 4, H=4), planes=planes)
+    got = run(problem, loopback_attention, num_super=2, world_size=2, impl=IMPLS[-1], comm="ulysses")
+    assert_matches(got, problem)
+
+
+@pytest.mark.parametrize(
     ("world_size", "case"),
     [ranks.param(size, size, case) for size in (2, 3, 4) for case in ring_cases.ring_options(size)],
 )
@@ -116,7 +136,7 @@ def test_ring_of_ranks_that_share_a_gpu(world_size):
 @pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
     module, x, index = ring_cases.attention_and_input()
-    table = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5).requires_grad_()
+    table = ring_cases.learned_table()
     loss = (module(x.requires_grad_(), mg.BucketBias(index, table)) ** 2).mean()
     loss.backward()
     want = {name: parameter.grad for name, parameter in module.named_parameters()}
@@ -126,7 +146,7 @@ def test_a_loss_on_gathered_rows_gives_the_gradients_of_one_device(world_size):
             torch.testing.assert_close(result[f"gather-{comm}"], want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("comm", ring_cases.DENSE_WAYS)
+@pytest.mark.parametrize("comm", ring_cases.ROW_WAYS)
 @pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_ring_over_processes_where_ranks_compute_few_rows_or_none(world_size, comm):
     problem = ring_cases.queries_problem(world_size)
@@ -164,6 +184,15 @@ def test_ring_over_processes_sends_before_the_step_it_overlaps(world_size):
         assert result["trace"] == want
 
 
+@pytest.mark.parametrize("world_size", ranks.SIZES)
+def test_heads_of_ranks_are_sent_in_two_exchanges_each_way(world_size):
+    """q, k and v of R = 12 / P regular rows; results of these and of 2 super rows; no lse, as nobody asks for it."""
+    of_a_row = (world_size - 1) * 12 * 4 // world_size
+    there, back = 3 * 12 // world_size * of_a_row, (12 // world_size + 2) * of_a_row
+    for result in ranks.results(world_size):
+        assert result["sent"] == {"forward": [there, back], "backward": [back, there]}
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_dropout_does_not_depend_on_the_number_of_ranks(form):
     problem = ring_problem(form, 3, 2, 13, dropout_p=0.5)
@@ -189,7 +218,7 @@ def test_fewer_queries(num_queries, impl):
 
 
 def test_a_module_refuses_unknown_communication():
-    with pytest.raises(ValueError, match="comm must be 'ring', 'allgather' or 'halo', got 'alltoall'"):
+    with pytest.raises(ValueError, match="comm must be 'ring', 'allgather', 'halo' or 'ulysses', got 'alltoall'"):
         mg.BiasedRingAttention(8, 2, comm="alltoall")
 
 
@@ -199,7 +228,11 @@ def call(layout=None, k_rows=7, q_rows=7, **options):
 
 
 BAD_CALLS = {
-    "comm": (dict(comm="alltoall"), ValueError, "comm must be 'ring', 'allgather' or 'halo', got 'alltoall'"),
+    "comm": (
+        dict(comm="alltoall"),
+        ValueError,
+        "comm must be 'ring', 'allgather', 'halo' or 'ulysses', got 'alltoall'",
+    ),
     "layout of another rank": (
         dict(layout=mg.NodeLayout(10, 2, 1, 2)),
         ValueError,
@@ -210,6 +243,14 @@ BAD_CALLS = {
     "dropout": (dict(dropout_p=0.5), ValueError, "needs dropout_key, torch.int32"),
     "bias": (dict(bias=torch.zeros(7, 5)), ValueError, "pass these query rows and all 7 columns"),
 }
+
+
+def test_ranks_in_one_process_refuse_heads_that_they_cannot_deal_out():
+    q = torch.zeros(1, 2, 7, 4)
+    with pytest.raises(
+        ValueError, match="heads must be a multiple of the 3 ranks that comm 'ulysses' deals them out to"
+    ):
+        loopback_attention(q, q, q, num_super=1, world_size=3, comm="ulysses")
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)

@@ -227,7 +227,7 @@ BAD = {
     "pairs": (dict(max_pairs=700), "at most 700 pairs of nodes"),
     "dp": (dict(plan="1,1,2"), "plan must have dp = 1"),
     "auto": (dict(plan="auto", dp=2), "plan must have dp = 1"),
-    "halo of ego batches": (dict(batching="ego", plan="1,2,1", comm="halo"), "comm must be ring or allgather where"),
+    "halo of ego batches": (dict(batching="ego", plan="1,2,1", comm="halo"), "comm must be ring, allgather or ulysses"),
     "halo alone": (dict(comm="halo"), "comm must be 'ring' for cp = 1"),
     "microbatches": (dict(plan="2,1,1", microbatches=2), "microbatches 1"),
     "projected": (dict(bias="projected"), "bias must be bucket"),
@@ -276,6 +276,9 @@ def test_a_rank_holds_its_rows_alone(graph):
     counted = np.concatenate([part.labels[0] for part in parts])
     np.testing.assert_array_equal(counted, np.where(labels, graph.labels, -1)[builder.order])
     assert {part.num_targets for part in parts} == {int(labels.sum())}
+    given = builder.build(item, labels, np.random.default_rng(0), Share(cp_rank=1, cp=3, whole_bias=True))
+    np.testing.assert_array_equal(dense_index(given.structure), whole)
+    assert given.layout == parts[1].layout
 
 
 def test_a_batch_that_was_moved_is_kept(graph):

@@ -116,6 +116,18 @@ def test_shares_have_their_rows_of_the_structure(odd, weights, cp, num_microbatc
             assert not batch.structure.movedim(1, -1)[masked].any()
 
 
+def test_a_share_may_have_all_rows_of_the_structure(odd):
+    builder, items = odd
+    share, mask = Share(cp_rank=1, cp=3), np.arange(60) % 5 != 0
+    shares = share, replace(share, whole_bias=True), Share()
+    own, batch, whole = (builder.build(items[0], mask, np.random.default_rng(0), share) for share in shares)
+    assert torch.equal(batch.structure, whole.structure)
+    assert batch.layout == own.layout and torch.equal(batch.node_index, own.node_index)
+    bytes_of_own, bytes_of_all = (builder.num_bytes(4, share) for share in shares[:2])
+    sizes = [b.structure.untyped_storage().nbytes() for b in (own, batch)]
+    assert bytes_of_all - bytes_of_own == sizes[1] - sizes[0] > 0
+
+
 @every_layout
 def test_shares_have_the_features_they_need(odd, weights, cp, num_microbatches):
     for whole, run, batch in shares_of(odd, weights, cp, num_microbatches):

@@ -111,6 +111,15 @@ SCHEDULES = {
     "full-allgather-3": (mg.Plan(cp=3, comm="allgather"), "full", "fp64"),
     "full-halo-4": (mg.Plan(cp=4, comm="halo", checkpoint=True, shard=True), "full", "fp64"),
     "full-ring-pp": (mg.Plan(pp=2, cp=2, comm="ring", layers=(1, 2)), "full", "fp64"),
+    "ulysses": (mg.Plan(cp=2, comm="ulysses"), "cluster", "fp64"),
+    "ulysses-ego": (mg.Plan(cp=2, comm="ulysses", num_microbatches=2, checkpoint=True, shard=True), "ego", "fp64"),
+    "ulysses-graphormer": (mg.Plan(cp=2, comm="ulysses"), "graphormer", "fp32"),
+    "ulysses-full": (mg.Plan(cp=2, comm="ulysses"), "full", "fp64"),
+    "ulysses-4": (mg.Plan(cp=4, comm="ulysses", shard=True), "cluster", "fp64"),
+    "ulysses-full-4": (mg.Plan(cp=4, comm="ulysses", checkpoint=True), "full", "fp64"),
+    "ulysses-pp": (
+        mg.Plan(pp=2, cp=2, comm="ulysses", layers=(1, 2), num_microbatches=2, schedule="1f1b"), "ego", "fp64"
+    ),
 }  # fmt: skip
 GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2, "labels": 0, "full": 1}
 OF_CLUSTERS = ("cluster", "labels")
@@ -135,7 +144,7 @@ def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM
         embedding="learned" if batching == "learned" else "features",
         bias="bucket" if batching == "learned" else "auto",
         batching=kind, top=4, dtype=dtype, layers=layers, dim=16,
-        ffn_dim=24, heads=2, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
+        ffn_dim=24, heads=4, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
         batch_size=4 if kind == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",
         learning_rate=1e-3,
@@ -339,6 +348,10 @@ BAD_PLANS = {
     "shares": (
         dict(plan="1,1,2", shares="15,1", microbatches=2),
         "every replica must have a sequence for each of num_microbatches = 2, got 1 of the 16 of a global batch on one",
+    ),
+    "heads": (
+        dict(plan="1,2,1", comm="ulysses", dim=15, heads=3),
+        "heads must be a multiple of cp = 2 for comm 'ulysses', which deals them out, got 3; take another comm",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
     "batches": (dict(plan="1,1,2", bias="bucket", max_distance=200), r"expected max_distance in 1\.\.124, got 200"),

@@ -135,6 +135,14 @@ BAD = {
         "start more processes, lower the batch size",
     ),
     "fixed": (searched(fixed={"tp": 2}), r"fixed must name fields of .*, got \['tp'\]"),
+    "heads": (
+        searched(world_size=3, fixed={"cp": 3, "comm": "ulysses"}),
+        "no plan of 3 processes is possible: the fixed fields leave none",
+    ),
+    "heads of a plan": (
+        lambda cost, folder: cost.step_seconds(CONFIG, mg.Plan(cp=3, comm="ulysses")),
+        "heads must be a multiple of cp = 3 for comm 'ulysses', which deals them out, got 8; take another comm",
+    ),
     "strict": (
         searched(strict=True, workload=Workload(batch_sequences=64, num_nodes=9999)),
         r"every size must have been measured \(strict\)",

@@ -77,6 +77,36 @@ def test_ranks_of_a_ring_send_all_at_once(cp):
     assert cost.step_seconds(ONE_LAYER, mg.Plan(cp=cp)) == pytest.approx(HOPS[cp], rel=1e-12)
 
 
+# to every other rank q, k and v of a block's 3 or 2 nodes, and results of these and the super node, of its channels
+EXCHANGES = {2: 4 * 3 * 2 * 3 * 4 + 4 * 4 * 2 * 4, 4: 3 * (4 * 2 * 1 * 3 * 4 + 4 * 3 * 1 * 4)}
+
+
+@pytest.mark.parametrize("cp", EXCHANGES)
+def test_attention_of_ranks_that_share_out_heads(cp):
+    """All 7 rows against 7 columns with a head each, whichever rows are wanted; the same messages both ways."""
+    scores = {"forward": {"attention.score": 1.0}, "backward": {"attention.score": 10.0}}
+    cost, config = cost_model(scores, link={"transfer.byte": 1.0}), replace(ONE_LAYER, heads=cp)
+    got = cost.step_seconds(config, mg.Plan(cp=cp, comm="ulysses"))
+    assert got == pytest.approx(11 * 4 * 7 * 7 + 2 * EXCHANGES[cp], rel=1e-12)
+
+
+def test_what_does_not_fall_with_the_heads_of_a_rank():
+    """Data of the bias are read for all pairs; and queries of all of a rank's 4 rows are made where one is wanted."""
+    plan = mg.Plan(cp=2, comm="ulysses")
+    bias = cost_model({"forward": {"attention.bias": 1.0}})
+    assert bias.step_seconds(replace(ONE_LAYER, bias="projected"), plan) == 4 * 7 * 7 * 3
+    products = cost_model({"forward": {"layer.product": 1.0}})
+    more = products.step_seconds(ONE_LAYER, plan) - products.step_seconds(ONE_LAYER, mg.Plan(cp=2))
+    assert more == 4 * (4 - 1) * 4 * 4
+
+
+def test_heads_of_a_rank_are_a_size_that_was_measured():
+    cost = replace(cost_model(), ranges={"heads": (2.0, 2.0)})
+    said = {comm: cost.extrapolated(CONFIG, mg.Plan(cp=2, comm=comm)) for comm in ("allgather", "ulysses")}
+    assert "heads = 1 is outside the measured 2..2" in said["ulysses"]
+    assert not any(what.startswith("heads") for what in said["allgather"])
+
+
 # 12 listed pairs of 6 nodes, and a super node; a rank of two has 6 pairs and 3 nodes, and names 2 of the others
 LISTED = replace(WORKLOAD, batch_sequences=1, num_targets=6, pairs=12, halo=(2, 5))
 
@@ -102,6 +132,18 @@ def test_attention_along_listed_pairs_of_two_ranks(comm, seconds_per_byte, messa
     assert free.step_seconds(CONFIG, plan, LISTED) == 2 * (3 + 3 + 4)  # a super row before, to 3 nodes and itself
 
 
+def test_heads_of_two_ranks_along_listed_pairs():
+    """A head a rank: all 6 rows to the super node and 12 pairs, and the super row, which nobody reads, to all; messages
+    of 3 nodes, and of 3 and the super node."""
+    cost = cost_model({"forward": {"attention.score": 1.0, "pair.score": 100.0}}, {"transfer.byte": 1.0})
+    got = cost.step_seconds(ONE_LAYER, mg.Plan(cp=2, comm="ulysses"), LISTED)
+    assert got == pytest.approx(6 + 12 * 100 + 7 + 2 * (3 * 2 * 3 * 4 + 4 * 2 * 4), rel=1e-12)
+    num, first = sum(p.numel() for p in HierarchicalGT(ONE_LAYER).parameters()), 5 / 2 * 3 * 4
+    data, messages = 13 * 12 + 2 * 7 + 16 * 7, 2 * 3 * 4 * 3 * 4
+    got = cost_model().memory_bytes(ONE_LAYER, mg.Plan(cp=2, comm="ulysses"), LISTED)
+    assert got == pytest.approx([3 * 4 * num + 2 * 4 * num + data + messages + first], rel=1e-12)
+
+
 def test_bytes_of_listed_pairs():
     """A halo is kept in both layers, and given back before gradients of parameters are there; its own gradients are
     there once. 13 bytes a pair, 2 a node and super node."""
@@ -117,10 +159,25 @@ def test_rows_that_ranks_name():
     assert LISTED.halo_of(5) == pytest.approx(6 * 4 / 5)  # nobody has counted
 
 
-def test_a_search_looks_at_halos_of_listed_pairs_only():
-    for workload, ways in ((LISTED, {"ring", "allgather", "halo"}), (WORKLOAD, {"ring", "allgather"})):
-        found = mg.planner.search(cost_model(), CONFIG, 2, 1e9, workload=workload)
+def test_a_search_looks_at_halos_of_listed_pairs_and_heads_that_can_be_dealt_out_only():
+    every, of_three_heads = {"ring", "allgather", "halo", "ulysses"}, replace(CONFIG, dim=6, heads=3)
+    for config, workload, ways in (
+        (CONFIG, LISTED, every),
+        (CONFIG, WORKLOAD, every - {"halo"}),
+        (of_three_heads, LISTED, every - {"ulysses"}),
+    ):
+        found = mg.planner.search(cost_model(), config, 2, 1e9, workload=workload)
         assert {candidate.plan.comm for candidate in found.candidates if candidate.plan.cp == 2} == ways
+
+
+def test_a_search_deals_out_heads_where_that_is_fastest():
+    """To each of three others a rank of four sends 4 rows of a fourth of the channels, not 2 of all; where it reads the
+    bias of all rows for them, that may take longer."""
+    config, many = replace(CONFIG, heads=4), replace(WORKLOAD, num_nodes=600, num_super=0)
+    for bias_seconds, dealt_out in ((0.0, True), (1.0, False)):
+        cost = cost_model({"forward": {"attention.bias": bias_seconds}}, {"transfer.byte": 1.0})
+        best = mg.planner.search(cost, config, 4, 1e9, workload=many, fixed={"cp": 4}).best.plan
+        assert (best.comm == "ulysses") == dealt_out
 
 
 def test_what_the_ends_take_beside_a_layer():
@@ -153,18 +210,27 @@ def test_sharded_parameters_are_gathered_forward_and_backward(device, sums):
     assert got == pytest.approx((1 + sums / 3) * 4 * (layer + max(first, last)) / 2, rel=1e-12)
 
 
-@pytest.mark.parametrize(("comm", "bias", "pair_bytes"), [("ring", "bucket", 1), ("allgather", "projected", 3 * 4)])
-def test_bytes_of_two_stages(comm, bias, pair_bytes):
+@pytest.mark.parametrize(
+    ("comm", "bias", "rows", "pair_bytes"),
+    [("ring", "bucket", 3 + 1, 1), ("allgather", "projected", 3 + 1, 3 * 4), ("ulysses", "projected", 7, 3 * 4)],
+)
+def test_bytes_of_two_stages(comm, bias, rows, pair_bytes):
     config = replace(CONFIG, bias=bias)
     first, layer, last = parameters(config)
-    data = 4 * (3 + 1) * 7 * pair_bytes  # sequences, rows, columns
+    data = 4 * rows * 7 * pair_bytes  # sequences, rows, columns
     hidden = 2 * (3 + 1) * 4 * 4  # 2 sequences of a micro-batch, rows, channels, fp32
     block = 2 * 3 * 4 * 4 * 2  # the same of regular nodes, keys and values
-    once = data + {"ring": 4 * block + hidden, "allgather": 2 * block}[comm]
+    # a message of queries, keys and values as it leaves, and as it comes
+    once = data + {"ring": 4 * block + hidden, "allgather": 2 * block, "ulysses": 2 * block * 3 / 2}[comm]
     # all gathered, a layer keeps keys and values of the 3 + 1 rows of the other rank, too, of the micro-batch before;
     # and the first stage its result, where the last one has its input in a buffer
-    kept = {"ring": 0, "allgather": 2 * (3 + 1) * 4 * 4 * 2}[comm]
-    first_kept, last_kept = kept + hidden, max(0, kept - hidden)
+    gathered = 2 * (3 + 1) * 4 * 4 * 2
+    # heads dealt out, it keeps 4 tensors of 7 rows and half of the channels, and one of 4 rows, not 4 of 4 rows; the
+    # last one beside these 4 one of 1 row, not 2 of 4 rows and 3 of 1
+    whole, row = 2 * 7 * 2 * 4, 2 * 1 * 4 * 4
+    dealt_out = 4 * whole - 3 * hidden, 4 * whole - 2 * hidden - 2 * row
+    kept, of_last = {"ring": (0, 0), "allgather": (gathered, gathered), "ulysses": dealt_out}[comm]
+    first_kept, last_kept = kept + hidden, max(0, of_last - hidden)
     # parameters, two moments, gradients and DDP's buckets; buffers for gradients or hidden states of 2 micro-batches
     either = [4 * 5 * num + 2 * hidden + once for num in (first + layer, layer + last)]
     features = 4 * 5 / 2 * 3 * 4  # a rank has half of each sequence's 5 rows of 3 features

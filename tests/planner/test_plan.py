@@ -28,7 +28,7 @@ def test_save_and_load(tmp_path):
 
 BAD_PLANS = {
     "degree": (dict(cp=0), "cp must be an integer of at least 1, got 0"),
-    "comm": (dict(comm="alltoall"), "comm must be 'ring', 'allgather' or 'halo', got 'alltoall'"),
+    "comm": (dict(comm="alltoall"), "comm must be 'ring', 'allgather', 'halo' or 'ulysses', got 'alltoall'"),
     "halo alone": (dict(cp=1, comm="halo"), "comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'"),
     "stages": (
         dict(layers=(6,)),

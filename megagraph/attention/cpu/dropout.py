@@ -48,6 +48,16 @@ def _mix32(h):
 
 
 @jit(nogil=True)
+def head_keys(keys, first_head, heads):
+    """uint32 [B * heads] from the key of each sequence, uint32 [B]: the head, of all heads, folded in."""
+    out = np.empty(len(keys) * heads, np.uint32)
+    for b in range(len(keys)):
+        for head in range(heads):
+            out[b * heads + head] = _mix32(keys[b] ^ np.uint32(first_head + head))
+    return out
+
+
+@jit(nogil=True)
 def drop(x, row_keys, threshold, scale, out):
     """scale * x where kept, 0 where dropped, into out [R, N], which is not x."""
     zero, whole = x.dtype.type(0), x.shape[1] // LANES * LANES

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megagraph.attention.cpu.dropout import mix32
-from megagraph.attention.cpu.row import gather, head_keys, padded, scatter
+from megagraph.attention.cpu.row import gather, padded, scatter
 from megagraph.attention.cpu.simd import LANES, borrowed, load, multiply_add, splat, store
 from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
 from megagraph.jit import jit
@@ -129,11 +129,11 @@ def first_from(columns, start, end, column):
 
 
 @_part
-def row_key_of(keys, b, group, row):
-    """Of eight heads, for the dropout of a row; nothing where nothing is dropped."""
+def row_key_of(keys, group, row):
+    """Of eight heads, groups counted through all sequences, for the dropout of a row; nothing where none is dropped."""
     if len(keys) == 0:
         return splat(np.uint32(0))
-    return mix32(head_keys(keys[b], group) ^ splat(np.uint32(row)))
+    return mix32(load(keys, LANES * group) ^ splat(np.uint32(row)))
 
 
 @_part

@@ -31,7 +31,7 @@ from megagraph.attention.cpu.pair import (
     row_key_of,
     to_lanes,
 )
-from megagraph.attention.cpu.row import fill, gather, num_groups, padded, rescale, scatter, up
+from megagraph.attention.cpu.row import fill, gather, head_keys_of, num_groups, padded, rescale, scatter, up
 from megagraph.attention.cpu.simd import (
     LANES,
     borrowed,
@@ -76,7 +76,7 @@ def _forward(first, last, call, planes, keys, firsts):
                 place = b, head, row
                 gather(q, place_of(q, place), heads, D, q_t, 0)
                 rescale(q_t, size, splat(work.scale))
-                row_key = row_key_of(dropout_keys, b, group, row_ids[row])
+                row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
                 m, l = splat(minus_inf), splat(zero)
                 if is_first:
                     fill(total, size, zero)
@@ -150,7 +150,7 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned):
                 gather(q, place_of(q, place), heads, D, q_t, 0)
                 rescale(q_t, size, splat(work.scale))
                 gather(d_out, place_of(d_out, place), heads, D, d_out_t, 0)
-                row_key = row_key_of(dropout_keys, b, group, row_ids[row])
+                row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
                 pivot, less = (
                     finite(own_numbers(lse, b, group, row, heads, lane)),
                     own_numbers(delta, b, group, row, heads, lane),
@@ -238,7 +238,7 @@ def _backward_keys(first, last, call, planes, rows, added):
                             p = exp(x - load(lse, LANES * (base + row)))
                             kept = p
                             if len(dropout_keys):
-                                row_key = row_key_of(dropout_keys, b, group, row_ids[row])
+                                row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
                                 hashed = pair_hash(row_key, splat(np.uint32(column_ids[column])))
                                 kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
                                 dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
@@ -296,11 +296,10 @@ def _bias(step: Step, compute: torch.dtype) -> PairBias:
     return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, _numbers_in_lanes(table[None], compute))
 
 
-def _dropout(step: Step, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Keys uint32 [S] or none, padding bool [S, N] or none, and the global row and column of each, if any are asked."""
-    keys = np.empty(0, np.uint32)
-    if step.dropout_key is not None:
-        keys = step.dropout_key.contiguous().numpy().view(np.uint32)
+def _dropout(step: Step, H: int, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Keys uint32 [S, G, 8], flat, or none, padding bool [S, N] or none, and the global row and column of each, if any
+    are asked."""
+    keys = head_keys_of(step, H)
     padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
     rows = torch.arange(M) if step.row_ids is None else step.row_ids.long()
     columns = step.column_ids
@@ -340,7 +339,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     """Fold the visiting keys k, v [B, H, n, D] that are listed into the state of q [B, H, M, D], or into its result."""
     compute = torch.promote_types(q.dtype, torch.float32)
     work, out = _work(step, q, k, _number(compute)), state.out
-    call = work, _lists(step), _bias(step, compute), _dropout(step, work.M)
+    call = work, _lists(step), _bias(step, compute), _dropout(step, work.H, work.M)
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
@@ -358,7 +357,7 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     """This step's share of the gradients; that of a dense bias [P, H] is added, too."""
     compute, d_learned = torch.promote_types(q.dtype, torch.float32), gradients.d_learned
     work, bias = _work(step, q, k, _number(compute)), _bias(step, compute)
-    call = work, _lists(step), bias, _dropout(step, work.M)
+    call = work, _lists(step), bias, _dropout(step, work.H, work.M)
     q, k, v, d_out = (x.to(compute) for x in (q, k, v, gradients.d_out))
     d_pairs = torch.zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else (0,), dtype=compute)
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), 0 if d_learned is None else len(bias.learned)), np.float64)

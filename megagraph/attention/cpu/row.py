@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megagraph.attention.cpu.dropout import mix32, pair_hash
+from megagraph.attention.cpu.dropout import head_keys, pair_hash
 from megagraph.attention.cpu.simd import (
     LANES,
     exp,
@@ -25,6 +25,7 @@ from megagraph.attention.cpu.simd import (
     transposed,
 )
 from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, place_of
+from megagraph.attention.step import Step
 from megagraph.jit import jit
 
 ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
@@ -37,7 +38,7 @@ _part = jit(forceinline=True)  # a call would pass eight numbers for each array
 
 
 class Dropout(NamedTuple):
-    keys: np.ndarray  # uint32 [B], or none
+    keys: np.ndarray  # uint32 [B, G, 8], of sequences and heads, flat, or none
     threshold: np.uint32
     scale: np.float32  # 1 / (1 - p)
 
@@ -243,19 +244,20 @@ def num_groups(heads):
     return -(-heads // LANES)
 
 
+def head_keys_of(step: Step, heads: int) -> np.ndarray:
+    """The keys of ``Dropout``, of all lanes."""
+    if step.dropout_key is None:
+        return np.empty(0, np.uint32)
+    keys = step.dropout_key.contiguous().numpy().view(np.uint32)
+    return head_keys(keys, step.first_head, num_groups(heads) * LANES)
+
+
 def up(size):
     """To a multiple of 4."""
     return (size + _UNROLLED - 1) // _UNROLLED * _UNROLLED
 
 
 padded = jit()(up)
-
-
-@_part
-def head_keys(key, group):
-    """A sequence's key with each head of the group folded in."""
-    head = np.arange(LANES * group, LANES * (group + 1)).astype(np.uint32)
-    return mix32(splat(key) ^ load(head, 0))
 
 
 @_part

@@ -31,7 +31,7 @@ from megagraph.attention.cpu.row import (
     fill,
     gather,
     gather_rows,
-    head_keys,
+    head_keys_of,
     num_groups,
     padded,
     rescale,
@@ -67,11 +67,11 @@ def _forward(first, last, sizes, planes, pairs, scratch):
     (query_start, query_slot, query_at), (key_start, slots, key_at), bias, dropout = pairs
     dropout_keys, threshold, dropout_scale = dropout
     k_t, v_t, q_t, out_t, s, state = borrowed(scratch)
-    width, dropped = padded(D), len(dropout_keys) > 0
+    width, groups, dropped = padded(D), -(-H // LANES), len(dropout_keys) > 0
     head_key = row_key = splat(np.uint32(0))
     for b in range(first, last):
         at, n = key_start[b], key_start[b + 1] - key_start[b]
-        for group in range(-(-H // LANES)):
+        for group in range(groups):
             head = LANES * group
             sequence = b, head, min(LANES, H - head)
             heads = sequence[2]
@@ -79,7 +79,7 @@ def _forward(first, last, sizes, planes, pairs, scratch):
             gather_rows(k, sequence, key_at, at, n, D, k_t)
             gather_rows(v, sequence, key_at, at, n, D, v_t)
             if dropped:
-                head_key = head_keys(dropout_keys[b], group)
+                head_key = load(dropout_keys, LANES * (b * groups + group))
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot, nth = query_at[i], query_slot[i], i - query_start[b]
                 fetch_row(k, after, key_start, key_at, nth, last, D)
@@ -112,11 +112,11 @@ def _backward(first, last, sizes, planes, d_learned, pairs, scratch):
     (query_start, query_slot, query_at), (key_start, slots, key_at), bias, dropout = pairs
     d_learned = borrowed(d_learned)
     k_t, v_t, dk_t, dv_t, q_t, d_out_t, dq_t, s, dp, kept, d_table, state = borrowed(scratch)
-    width, of_group = padded(D), LANES * bias.at.num_learned
+    width, groups, of_group = padded(D), -(-H // LANES), LANES * bias.at.num_learned
     head_key = row_key = splat(np.uint32(0))
     for b in range(first, last):
         at, n = key_start[b], key_start[b + 1] - key_start[b]
-        for group in range(-(-H // LANES)):
+        for group in range(groups):
             head = LANES * group
             sequence = b, head, min(LANES, H - head)
             heads = sequence[2]
@@ -126,7 +126,7 @@ def _backward(first, last, sizes, planes, d_learned, pairs, scratch):
             fill(dk_t, LANES * width * n, ZERO)
             fill(dv_t, LANES * width * n, ZERO)
             if len(dropout.keys):
-                head_key = head_keys(dropout.keys[b], group)
+                head_key = load(dropout.keys, LANES * (b * groups + group))
             for i in range(query_start[b], query_start[b + 1]):
                 row, slot, nth = query_at[i], query_slot[i], i - query_start[b]
                 fetch_row(k, after, key_start, key_at, nth, last, D)
@@ -177,10 +177,10 @@ def _bias(step: Step, heads: int) -> BiasArrays:
     return bias._replace(learned=np.ascontiguousarray(by_lanes).reshape(-1))
 
 
-def _dropout(step: Step) -> Dropout:
+def _dropout(step: Step, heads: int) -> Dropout:
     if step.dropout_key is None:
         return Dropout(np.empty(0, np.uint32), np.uint32(0), np.float32(1.0))
-    keys = step.dropout_key.contiguous().numpy().view(np.uint32)
+    keys = head_keys_of(step, heads)
     return Dropout(keys, np.uint32(dropout_threshold(step.dropout_p)), np.float32(1.0 / (1.0 - step.dropout_p)))
 
 
@@ -219,7 +219,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, rows: tup
     sums = None if lse is None else torch.empty_like(lse)
     out = _side_by_side_as(given)
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, out, lse, sums))
-    pairs, scale = _Pairs(queries, keys, _bias(step, H), _dropout(step)), np.float32(step.scale)
+    pairs, scale = _Pairs(queries, keys, _bias(step, H), _dropout(step, H)), np.float32(step.scale)
 
     def run(_: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
@@ -247,7 +247,7 @@ def backward(
                 x.zero_()
     written = [None if x is None else _side_by_side_as(x) for x in given]
     planes = tuple(plane(x, q.dtype) for x in (q, k, v, gradients.d_out, gradients.delta, *written))
-    pairs, scale = _Pairs(queries, keys, _bias(step, H), _dropout(step)), np.float32(step.scale)
+    pairs, scale = _Pairs(queries, keys, _bias(step, H), _dropout(step, H)), np.float32(step.scale)
     width_of_share = 0 if d_learned is None else len(pairs.bias.learned)
     shares = np.zeros((CHUNKS * torch.get_num_threads(), width_of_share), np.float32)
 

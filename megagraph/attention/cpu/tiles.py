@@ -244,7 +244,7 @@ def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> Pairs:
     keys = None
     if step.dropout_key is not None:
         row_ids = torch.arange(q.shape[2]) if step.row_ids is None else step.row_ids
-        keys = row_keys(step.dropout_key, q.shape[1], row_ids).contiguous()
+        keys = row_keys(step.dropout_key, q.shape[1], row_ids, step.first_head).contiguous()
     of_rows = plane(keys, torch.int32)
     of_rows = of_rows._replace(memory=of_rows.memory.view(np.uint32))
     padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
