@@ -308,7 +308,9 @@ class _Search:
         bound = self.cost.step_bound(work, free, tables)
         found = [] if fastest is None else [self._candidate(work, fastest, memory, bound)]
         if lightest != fastest:
-            found.append(replace(self._candidate(work, lightest, memory, bound), lightest=True))
+            if not self.cost.knows_ranks(plan):
+                bound = max(bound, tables.busiest(lightest, plan))
+            found.append(self._candidate(work, lightest, memory, bound, lightest=True))
         if found[0].pruned is None and not plan.shares and self.cost.unequal(plan):
             found.append(self._uneven(found[0]))
         return found
@@ -372,8 +374,7 @@ class _Search:
         self, work: RankWork, tables: StageTables, taken: Floats
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
         """The split of least GPipe time of those that fit, and of all."""
-        plan, most = work.plan, taken.shape[1] - 1
-        caps = (taken[:, 1:] <= 1.0).sum(axis=1).tolist()
+        plan, all_fit = work.plan, taken[:, -1].max() <= 1.0
 
         def best(limit: float, caps: tuple[int, ...]) -> tuple[int, ...] | None:
             key = (id(tables), plan.num_stages, plan.num_microbatches, caps)
@@ -384,9 +385,11 @@ class _Search:
 
         free = best(math.inf, ())
         assert free is not None, "a stage has a layer"
-        return free if min(caps) == most else best(1.0, tuple(caps)), free
+        return free if all_fit else best(1.0, tuple((taken[:, 1:] <= 1.0).sum(axis=1).tolist())), free
 
-    def _candidate(self, work: RankWork, split: tuple[int, ...], memory: Floats, bound: float) -> Candidate:
+    def _candidate(
+        self, work: RankWork, split: tuple[int, ...], memory: Floats, bound: float, lightest: bool = False
+    ) -> Candidate:
         ranks = memory[np.arange(len(split)), split]
         if work.plan.stages_per_rank > 1:
             ranks = ranks.reshape(-1, work.plan.pp).sum(axis=0)
@@ -396,6 +399,7 @@ class _Search:
             plan=replace(work.plan, layers=split),
             step_seconds=bound,
             exact=work.plan.pp == 1 and not self.cost.knows_ranks(work.plan),
+            lightest=lightest,
             peak_bytes=float(ranks.max()),
             tightest=tightest,
             pruned="memory" if taken[tightest] > 1.0 else None,

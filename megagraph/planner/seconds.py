@@ -161,8 +161,11 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     Args:
         layers: the split of least time under GPipe, whatever the schedule.
     """
-    num, (forward, backward) = plan.num_microbatches, tables.stages(layers)
-    passes = float(forward.sum() + backward.sum())
+    num, seconds, num_layers = plan.num_microbatches, tables.seconds, sum(layers)
+    if plan.num_stages == 1:
+        passes = float(seconds[0, num_layers])
+    else:  # as in any split
+        passes = float(seconds[0, 1] + (len(layers) - 2) * seconds[1, 1] + seconds[2, num_layers - len(layers) + 1])
     if plan.pp == 1:
         return num * passes
     # a link that was idle makes up for a burst, once; most wires are alike
@@ -170,20 +173,21 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     latest = sum(map(ways.__getitem__, wires))
     slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in ways)
     if plan.schedule == "gpipe":
+        forward, backward = tables.stages(layers)
         follow = (num - 1) * float(forward.max() + backward.max())
         return passes + latest + max(follow, 2 * slowest)
     if plan.stages_per_rank > 1:
-        first, layer, _ = (tables.forward + tables.backward)[:, 1].tolist()
+        first, layer, _ = seconds[:, 1].tolist()
         before = np.cumsum([ways[wire] + (layer if i else first) for i, wire in enumerate(wires[: plan.pp - 1])])
         most = (num * passes + float(before.sum())) / plan.pp
     else:
-        most = max(num * _most_even(tables, sum(layers), plan), passes / (1 - (1 - 1 / num) ** plan.pp))
+        most = max(num * _most_even(tables, num_layers, plan), passes / (1 - (1 - 1 / num) ** plan.pp))
     return max(most, passes + latest + slowest)
 
 
 def _most_even(tables: StageTables, num_layers: int, plan: Plan) -> float:
     """Seconds of a micro-batch on the busiest rank, where it is least busy."""
-    ends = (tables.forward + tables.backward)[:, 1 : num_layers + 1]
+    ends = tables.seconds[:, 1 : num_layers + 1]
     levels = np.sort(ends, axis=None)
     first, middle, last = (np.searchsorted(row, levels * (1 + 1e-12), side="right") for row in ends)
     room = first + last + (plan.pp - 2) * middle

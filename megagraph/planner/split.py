@@ -15,6 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megagraph.planner.plan import Plan
+
 StageCost = Callable[[int, int, int], float]
 Floats = NDArray[np.float64]
 
@@ -118,6 +120,11 @@ class StageTables:
         roles = np.ones(len(layers), int)
         roles[0], roles[-1] = 0, 2 if len(layers) > 1 else 0
         return self.forward[roles, layers], self.backward[roles, layers]
+
+    def busiest(self, layers: Sequence[int], plan: Plan) -> float:
+        """Seconds for which the busiest rank works in a step, where its stages have these layers."""
+        forward, backward = self.stages(layers)
+        return plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
 
     @cached_property
     def seconds(self) -> Floats:
