@@ -208,6 +208,125 @@ def plans(at: At) -> Iterator[str]:
     yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.0f} s for 512 layers, {:.0f} s for 96".format(*times)
 
 
+def claims(at: At) -> Iterator[str]:
+    GB = 1e9
+    first = max(row["peak_uss_bytes"] for row in at("cpu/products_size/first-step.json"))
+    yield f"256 super nodes, in {first / GB:.1f} GB"
+    deep = by(at("cpu/step_memory.json"), nodes=145, sequences=256)
+    ours, eager = (deep["peak_bytes"][name] for name in ("ours", "eager"))
+    times = [median(deep["seconds"][name]) for name in ("ours", "eager")]
+    text = "{:.1f} instead of {:.1f} GB, {:.0f} % less, in {:.1f} times less time"
+    yield text.format(ours / GB, eager / GB, 100 * (1 - ours / eager), times[1] / times[0])
+    here, rows = {"N": 2048, "direction": "forward_backward"}, at("cpu/attention/attention.json")
+    ours, eager = (by(rows, contender=name, **here)["saved_bytes"] / MIB for name in ("megagraph_blocked", "eager"))
+    yield f"it keeps {eager:.0f} MiB for backward"
+    yield f"ours keeps {ours:.1f} MiB there"
+    (gaps,) = at("cpu/search-gaps.json")
+    assert gaps["missed"] == 0 and max(gaps["gaps"]) == 0.0, "the page says that none is behind"
+    yield f"in {gaps['problems']} smaller problems with {gaps['plans']:,} plans"
+    cuts = [at(f"cpu/products_size/{name}.json")[0]["clusters"]["edge_cut"] for name in ("propagation", "metis")]
+    yield "cuts {:.1f} % of the edges of a graph of Products' size, METIS {:.1f} %".format(*(100 * cut for cut in cuts))
+    yield f"{round(at('cpu/data/ego.json')[0]['wall']['median'], -2):,.0f} sequences a second"
+    received = max(at("cpu/halo/wordnet30.json")[0]["ranks_4"]["halo"])
+    yield f"a rank of four receives at most {received:.3f}, in a ring {0.75:.2f}"
+    ring = by(at("cpu/ring_overlap.json"), direction="forward")
+    yield f"{ring['ratio']['of_medians']:.2f} of the time of waiting for each message, ideal {ring['ideal_ratio']:.2f}"
+    stages = at("cpu/pipeline_stages/stages.json")
+    even, short, even_1f1b, short_1f1b = (
+        [row["peak_bytes"] / MIB for row in stages if (row["split"], row["schedule"]) == (split, schedule)]
+        for schedule in ("gpipe", "1f1b")
+        for split in ("6,6,6,6", "3,7,7,7")
+    )
+    text = "{:.1f}, {:.1f}, {:.1f} and {:.1f} MiB"
+    yield f"{text.format(*even)} when even, {100 * (even[0] / max(even[1:]) - 1):.0f} % more in the first"
+    yield f"{text.format(*short)} with 3,7,7,7"
+    yield f"is {max(even_1f1b):.1f} MiB, of 3,7,7,7 {max(short_1f1b):.1f} MiB"
+    beds = {name: found for name, found in at("cpu/cluster/judgement.json").items() if "MAPE" in found}
+    half = beds["2x1-50-half"]
+    assert half["chosen / fastest"] == 1.0, "the page says that the fastest was chosen"
+    yield f"rank correlation {half['Spearman of predicted and measured']:.2f}, MAPE {100 * half['MAPE']:.1f} %"
+    low, *_, high = sorted(row["Spearman of predicted and measured"] for row in beds.values())
+    errors = sorted(100 * row["MAPE"] for row in beds.values())
+    yield f"measured {low:.2f} to {high:.2f}, MAPE {errors[0]:.1f} to {errors[-1]:.0f} %"
+    low, *_, high = sorted(row["chosen / fastest"] for row in beds.values())
+    two, four = at("cpu/real_plans/judgement.json"), at("cpu/pareto/judgement.json")
+    yield f"chosen / fastest {low:.2f} to {high:.2f} on four beds"
+    yield f"rank correlation {two['Spearman of predicted and measured']:.2f} over {two['plans']:.0f} plans of two"
+    yield f"{four['Spearman of seconds']:.2f} over plans of four (`cpu/pareto/judgement.json`), whose seconds are "
+    yield f"seconds are {100 * four['MAPE of seconds']:.0f} % off"
+    yield f"at most {100 * four['largest error of bytes']:.1f} % for plans of four processes"
+    cost = at("cpu/cost_model/judgement.json")
+    bytes_of = [f"{cost[name]:.3f}" for name in ("random third: memory R^2", "the paper's form, memory_r2")]
+    off, form = 100 * cost["random third: memory MAPE"], 100 * cost["the paper's form, memory_mape"]
+    yield f"{off:.2f} % off on held-out sizes"
+    yield f"{form:.1f} % off on the held-out third"
+    yield f"{off:.2f} % and {bytes_of[0]}, with the paper's own form {form:.1f} % and {bytes_of[1]}"
+    yield f"of three whole processes {100 * cost['process USS: MAPE']:.1f} %"
+    fit = cost["random third: R^2 of log time"]
+    yield f"MAPE {100 * cost['random third: time MAPE']:.1f} % on a held-out third, R^2 of logs {fit:.3f}"
+    series: dict[tuple[int, ...], dict[int, float]] = {}
+    for row in at("cpu/cost_model/time.json"):
+        series.setdefault((row["sequences"], row["heads"], row["dim"]), {})[row["layers"]] = row["seconds"]
+    ratios = [(of[32] - of[16]) / 16 / ((of[8] - of[2]) / 6) for of in series.values()]
+    yield f"takes {median(ratios):.2f} times one between the 2nd and the 8th, the median of {len(ratios)} series"
+    stalls = [1e3 * row["stall_seconds"]["median"] for row in at("cpu/data/throughput.json")]
+    yield "{:.0f} and {:.0f} ms a step, medians".format(*stalls)
+    search = {(row["layers"], row["processes"]): row["median"] for row in at("cpu/search-times.json")}
+    text = "{:.2f} s for 32 layers on 4 processes, {:.1f} s for 96 on 1,024, {:.0f} s for 512 on 1,024"
+    yield text.format(*(search[case] for case in ((32, 4), (96, 1024), (512, 1024))))
+    yield from front(at)
+    cells = [{model: accuracies(at, name, model) for model in ("hierarchical", "gcn")} for name in GRAPHS]
+    yield f"As a data set: {cells[0]['hierarchical'][0]:.1f} ± {cells[0]['hierarchical'][1]:.1f} %, five seeds"
+    yield f"As a data set: {cells[2]['hierarchical'][0]:.1f} ± {cells[2]['hierarchical'][1]:.1f} %, five seeds"
+    gcn, ours = (" / ".join(f"{cell[model][0]:.1f}" for cell in cells) for model in ("gcn", "hierarchical"))
+    yield f"{gcn} % on Citeseer, Cora and Computers, ours {ours} %"
+    tuned: dict[str, dict[int, float]] = {}
+    for row in at("cpu/accuracy/cora.jsonl"):
+        if row["trial"] is None:
+            tuned.setdefault(row["system"], {})[row["seed"]] = 100 * row["test"]
+    tests = {name: [*of.values()] for name, of in tuned.items()}
+    said = {name: f"{np.mean(test):.1f} ± {np.std(test, ddof=1):.1f} %" for name, test in tests.items()}
+    yield f"HierarchicalGT has {said['megagraph']} and Graphormer with the same settings {said['graphormer']}"
+    yield f"tuned like ours: {said['sage']} on Cora"
+    yield f"on Cora: {said['sgformer'].removesuffix(' %')} and {said['polynormer']}"
+    losses = max(row["difference"] for row in at("cpu/step_losses.json"))
+    yield f"a relative {losses:.0e} in fp64"
+    (epoch,) = at("cpu/epoch_time/citeseer.json")
+    yield f"takes ours {epoch['ratio_median']:.2f} times less"
+    pairs: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in at("cpu/attention/ring.json"):
+        pairs.setdefault((row["N"], row["form"], row["direction"]), {})[row["contender"]] = row["median"]
+    low, *_, high = sorted(pair["ring_steps"] / pair["one_call"] for pair in pairs.values())
+    yield f"takes {low:.1f} to {high:.1f} times one call on the same rows and columns"
+    ours, peer = (
+        best(at("h200/attention.json"), mine, (1, 8, 8192, 64), "bucket", "forward_backward") for mine in (True, False)
+    )
+    text = "{:.2f} ms and {:.0f} MiB, PyTorch's memory-efficient attention, which wants the bias as a matrix, "
+    text += "{:.1f} ms and {:,.0f} MiB"
+    yield text.format(*(x for row in (ours, peer) for x in (1e3 * row["median"], row["peak_bytes"] / MIB)))
+
+
+def front(at: At) -> Iterator[str]:
+    """Of all plans of four processes: which kinds lie on the front, the fastest of a kind, and its lightest."""
+    plans, letters = at("cpu/pareto/plans.json"), ("pp", "cp", "dp")
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in plans:
+        kinds.setdefault(" + ".join(name.upper() for name in letters if row[name] > 1), []).append(row)
+    least = {name: min(max(row["predicted_bytes"]) for row in rows) / MIB for name, rows in kinds.items()}
+    fastest = {name: min(rows, key=lambda row: row["predicted_seconds"]) for name, rows in kinds.items()}
+    ahead = [row for row in plans if row.get("front")]
+    pure = sum(row in kinds["DP"] for row in ahead)
+    assert fastest["DP"] is min(plans, key=lambda row: row["predicted_seconds"]), "the page says that it is the fastest"
+    assert any(row["layers"] == [3, 5] for row in ahead), "the page says that it is on the front"
+    yield f"{len(plans)} plans of four processes on a CPU"
+    yield f"of the {len(ahead)} on the predicted front {pure} are pure DP"
+    measured = median(fastest["DP"]["measured_seconds"])
+    yield f"{fastest['DP']['predicted_seconds']:.2f} s predicted, {measured:.2f} s measured; the fastest CP + DP is "
+    yield f"the fastest CP + DP is predicted to take {fastest['CP + DP']['predicted_seconds']:.2f} s"
+    names = sorted(least, key=least.__getitem__)
+    yield "Least memory, predicted: " + ", ".join(f"{name} {least[name]:.1f}" for name in names) + " MiB"
+
+
 def reliability(at: At) -> Iterator[str]:
     for name, words in (("restarts", "without loader workers"), ("restarts_signals", "five layouts")):
         rows = at(f"cpu/{name}.json")
@@ -243,6 +362,7 @@ def training(at: At) -> Iterator[str]:
 PAGES: dict[str, Callable[[At], Iterator[str]]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
+    "docs/claims.md": claims,
     "docs/plans.md": plans,
     "docs/processes.md": processes,
     "docs/reliability.md": reliability,
@@ -251,13 +371,19 @@ PAGES: dict[str, Callable[[At], Iterator[str]]] = {
 }
 
 
-def wrong(root: Path) -> list[str]:
-    """What pages of a checkout should say by its rows, and do not."""
+def reader(root: Path) -> At:
+    """What reads the rows of a checkout."""
 
     def at(name: str) -> Any:
-        return json.loads((root / "bench" / "results" / name).read_text(encoding="utf-8"))
+        text = (root / "bench" / "results" / name).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
-    found = []
+    return at
+
+
+def wrong(root: Path) -> list[str]:
+    """What pages of a checkout should say by its rows, and do not."""
+    at, found = reader(root), []
     for name, pieces in PAGES.items():
         text = " ".join((root / name).read_text(encoding="utf-8").split())
         found += [f"{name}: expected {piece!r}, as its rows say" for piece in pieces(at) if piece.strip() not in text]

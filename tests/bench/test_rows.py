@@ -146,8 +146,5 @@ def test_the_package_of_another_checkout_is_refused(checkout, monkeypatch):
 
 
 def test_every_piece_of_a_page_has_a_figure():
-    def at(name):
-        return json.loads((ROOT / "bench" / "results" / name).read_text())
-
-    pieces = [piece for page in figures.PAGES.values() for piece in page(at)]
+    pieces = [piece for page in figures.PAGES.values() for piece in page(figures.reader(ROOT))]
     assert len(pieces) > 80 and all(any(map(str.isdigit, piece)) for piece in pieces)
