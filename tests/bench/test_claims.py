@@ -97,6 +97,8 @@ def usage(*command: str) -> str:
 
 
 def is_of_the_command_line(words: list[str]) -> None:
-    flags = [word for word in words if word.startswith("--")]
-    text = usage(*words[: 2 if words[0] in ("plot", "data") else 1])
-    assert all(re.search(rf"{flag}\b", text) for flag in flags), words
+    depth = 2 if words[0] in ("plot", "data") else 1
+    for i in range(depth):
+        assert re.search(rf"• {words[i]}\b", usage(*words[:i])), words
+    text = usage(*words[:depth])
+    assert all(re.search(rf"{word}\b", text) for word in words if word.startswith("--")), words
