@@ -120,7 +120,7 @@ def _with_boundaries(kept: Floats, work: RankWork) -> tuple[Floats, Floats]:
         more, boundary = -2 * hidden * before, 2 * boundary
     else:
         more = hidden * (after - before)
-    return np.maximum(kept + more, 0.0), boundary
+    return np.maximum(kept + more, 0.0, out=kept), boundary
 
 
 def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import combinations, islice, pairwise, product
+from operator import itemgetter
 from typing import Any, get_args
 
 import numpy as np
@@ -161,14 +162,19 @@ def search(
         if all(getattr(plan, name, value) == value for name, value in fixed.items())
     ]
     candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
-    possible = [candidate for candidate in candidates if candidate.pruned is None]
+    ranked = sorted(((_rank(candidate), candidate) for candidate in candidates), key=itemgetter(0))
+    possible = [candidate for _, candidate in ranked if candidate.pruned is None]
     if not possible:
         raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, limits, given, model_config))
-    best = found.best_of(sorted(possible, key=_rank))
-    extrapolated = tuple(cost.extrapolated(model_config, best.plan, given))
-    chosen = replace(best, extrapolated=extrapolated)
-    timed = (found.timed.get(candidate.plan, candidate) for candidate in candidates)
-    candidates = sorted((chosen if candidate == best else candidate for candidate in timed), key=_rank)
+    best = found.best_of(possible)
+    chosen = replace(best, extrapolated=tuple(cost.extrapolated(model_config, best.plan, given)))
+    for place, (_, candidate) in enumerate(ranked):
+        timed = found.timed.get(candidate.plan, candidate)
+        if timed is best:
+            timed = chosen
+        if timed is not candidate:
+            ranked[place] = _rank(timed), timed
+    candidates = [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
     return SearchResult(chosen, candidates, found.exactly)
 
 

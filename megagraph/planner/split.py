@@ -165,9 +165,8 @@ def balance(
     left = num_layers - 2 - np.arange(ends)
     beside = np.zeros((3, ends))  # seconds together, largest forward, largest backward
     if num_stages > 2:
-        if inner.min() == inner.max():  # as where memory does not bind
-            levels = np.minimum(heights, inner[0])
-            filled, sums = len(inner) * levels, len(inner) * s[1, levels]
+        if limit_bytes == math.inf:
+            filled, sums = len(inner) * heights, len(inner) * s[1, : most + 1]
         else:
             levels = np.minimum(heights[:, None], inner)  # [most + 1, P - 2]
             filled, sums = levels.sum(axis=1), s[1][levels].sum(axis=1)
