@@ -126,7 +126,11 @@ class GraphTransformerLayer(nn.Module):
 
     def _cheap(self, function: nn.Module, x: Tensor) -> AbstractContextManager[Tensor]:
         """function(x), which what reads it does not keep for backward; a layer that is computed again keeps nothing."""
-        return nullcontext(function(x)) if self.checkpoint else recomputed(lambda x: _rounded(function(x)), x)
+
+        def make(x: Tensor) -> Tensor:
+            return _rounded(function(x))
+
+        return nullcontext(make(x)) if self.checkpoint else recomputed(make, x)
 
 
 def _rounded(x: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ def kept_bytes(rates: Rates, work: RankWork) -> Kept:
     elif work.by_heads:  # q, k, v and results of all rows, of a rank's heads, and results of its rows
         own, wanted = work.hidden_bytes, work.hidden_bytes * work.targets / rows
         whole = own * work.all_rows / rows / plan.cp
-        layer += 4 * whole + own - 4 * own
-        last_layer += 4 * whole + wanted - (2 * own + 3 * wanted)  # without a copy of what q is made of
+        layer += 4 * whole - 3 * own
+        last_layer += 4 * whole - 2 * own - 2 * wanted  # without a copy of what q is made of
     embedding = dot(rates, embedding_kept_terms(m, rows, config, mixed=mixed))
     head = dot(rates, head_kept_terms(m, rows, work.targets, config, mixed=mixed))
     return Kept(layer, last_layer, embedding, head)
