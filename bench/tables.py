@@ -199,14 +199,14 @@ def plot_fraction_of_floor(rows: list[Row], path: Path) -> None:
     save(figure, next(iter(best.values())), path)
 
 
-def draw(width: float, height: float, *, columns: int = 1):
+def draw(width: float, height: float, *, columns: int = 1, sharey: bool = True):
     """A figure without a display, and its axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(ncols=columns, sharey=True)
+    return figure, figure.subplots(ncols=columns, sharey=sharey)
 
 
 def save(figure, row: Row, path: Path) -> None:

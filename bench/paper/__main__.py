@@ -58,6 +58,11 @@ EXPERIMENTS = {
     "losses": Experiment(
         "losses of both on the same batches", ("cpu/step_losses.json",), ("step_memory losses --root ROOT",)
     ),
+    "depth": Experiment(
+        "accuracy and memory against depth",
+        ("cpu/depth/series.json", "cpu/depth/paper.json"),
+        ("depth series --root ROOT", "depth paper --root ROOT"),
+    ),
     "cost-model": Experiment(
         "the 216 configurations",
         ("*/cost_model*/memory.json", "*/cost_model*/time.json"),

@@ -94,6 +94,7 @@ def train(
     learning_rate: float,
     weight_decay: float,
     local_epochs: int = 0,
+    most_epochs: int = MOST_EPOCHS,
     **settings: Any,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Train until validation has not improved for PATIENCE epochs, or for this many CPU seconds.
@@ -101,6 +102,7 @@ def train(
     Args:
         metric: ``accuracy`` or ``roc_auc``, by which the epoch is chosen.
         local_epochs: of Polynormer, before its global attention joins.
+        most_epochs: no more of them, of which every EVERY-th is looked at.
         settings: as of ``make``.
 
     Returns:
@@ -122,7 +124,7 @@ def train(
     labels, nodes = torch.tensor(graph.labels), torch.from_numpy(split.train)
     best: dict[str, Any] = {"best_val": -1.0}
     of_best = np.empty(0)
-    for epoch in range(MOST_EPOCHS):
+    for epoch in range(most_epochs):
         if baseline == "polynormer":
             network.network._global = epoch >= local_epochs
         network.train()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,26 +29,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from bench.paper.live_bytes import MIB, Rank
 from bench.processes import peak_resident
 from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
-from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import synthetic_graph
-from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
-from megagraph.evaluate import batches, make_loader
-from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.parallel.mesh import make_mesh
-from megagraph.planner.plan import Plan
 
 SPLITS = ("6,6,6,6", "3,7,7,7")
 SCHEDULES = ("gpipe", "1f1b")
-STAGES, TRACKED_STEPS, WARMUP_STEPS = 4, 2, 1
+STAGES, WARMUP_STEPS = 4, 1
 STEPS = sized(6, quick=1)
-MIB = 2**20
 
 
 def config_of(split: str, schedule: str) -> TrainConfig:
@@ -74,76 +65,25 @@ def config_of(split: str, schedule: str) -> TrainConfig:
     )
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators return, and of those it is given, while they live."""
-
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._known: dict[int, weakref.ref] = {}
-        self._count(tensors)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self._count(tree_leaves(result))
-        return result
-
-    def _count(self, values) -> None:
-        for value in values:
-            if not isinstance(value, torch.Tensor):
-                continue
-            storage = value.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._known:
-                self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
-                self.live += size
-                self.peak = max(self.peak, self.live)
-
-    def _forget(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.live -= size
-
-
-def run_stage(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+def run_stage(config: TrainConfig) -> dict[str, Any]:
     """Train on this rank; its memory, and the time of every step."""
-    device = torch.device("cpu")
     graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=602, average_degree=10, seed=0)
-    builder = batches(config, graph)
     resident = psutil.Process().memory_info().rss
-    mesh = make_mesh(plan, device)
-    torch.manual_seed(0)
-    model_config = config.model_config(in_features=602, num_classes=8, bias_size=builder.structure.size)
-    pipeline = make_pipeline(HierarchicalGT(model_config), plan, mesh, device, config)
-    pipeline.train()
-    optimizers = make_optimizers(pipeline, config)
-    loader = make_loader(config, builder, np.arange(graph.num_nodes), shuffle=True, share=own_share(plan, mesh))
-    batch = next(iter(loader.epoch(0)))
-    losses, seconds = [], []
-
-    def step() -> None:
-        if plan.pp > 1:
-            dist.barrier()
-        started = time.perf_counter()
-        keys = dropout_keys(0, len(losses), batch.sequence_ids)
-        losses.append(train_step(pipeline, optimizers, batch, keys, config.clip_norm)[0])
-        if plan.pp > 1:
-            dist.barrier()
-        seconds.append(time.perf_counter() - started)
-
-    fields = (getattr(batch, name) for name in batch.__slots__)
-    given = [value for value in fields if isinstance(value, torch.Tensor)] + pipeline.parameters()
-    with LiveBytes(*given) as counted:
-        for _ in range(TRACKED_STEPS):
-            step()
+    rank, seconds = Rank(config, graph), []
+    peak = rank.peak_bytes()
     for _ in range(WARMUP_STEPS + STEPS):
-        step()
-    moments = [x for optimizer in optimizers for state in optimizer.state.values() for x in state.values()]
+        dist.barrier()
+        started = time.perf_counter()
+        rank.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
+    moments = [x for optimizer in rank.optimizers for state in optimizer.state.values() for x in state.values()]
     return {
-        "losses": losses,
-        "seconds": seconds[TRACKED_STEPS + WARMUP_STEPS :],
-        "peak_bytes": counted.peak,
-        "batch_bytes": sum(value.nbytes for value in given[: -len(pipeline.parameters())]),
-        "state_bytes": sum(x.nbytes for x in moments) + 2 * sum(p.nbytes for p in pipeline.parameters()),
+        "losses": rank.losses,
+        "seconds": seconds[WARMUP_STEPS:],
+        "peak_bytes": peak,
+        "batch_bytes": sum(value.nbytes for value in rank.batch.memory()),
+        "state_bytes": sum(x.nbytes for x in moments) + 2 * sum(p.nbytes for p in rank.pipeline.parameters()),
         "resident_bytes": peak_resident() - resident,
     }
 
@@ -154,7 +94,7 @@ def _worker(rank: int, folder: str, split: str, schedule: str) -> None:
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=STAGES, timeout=timeout)
     config = config_of(split, schedule)
-    torch.save(run_stage(config, config.parallel_plan()), Path(folder) / f"{rank}.pt")
+    torch.save(run_stage(config), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

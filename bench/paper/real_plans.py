@@ -33,7 +33,7 @@ import tyro
 from scipy.stats import spearmanr
 from torch.distributed.device_mesh import DeviceMesh
 
-from bench.paper.pipeline_stages import LiveBytes
+from bench.paper.live_bytes import LiveBytes
 from bench.provenance import RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto
