@@ -63,6 +63,16 @@ EXPERIMENTS = {
         ("cpu/depth/series.json", "cpu/depth/paper.json"),
         ("depth series --root ROOT", "depth paper --root ROOT"),
     ),
+    "sequence-memory": Experiment(
+        "bias and activations of ranks that share a sequence",
+        ("cpu/plan_memory/sequence.json",),
+        ("plan_memory sequence",),
+    ),
+    "ablation": Experiment(
+        "memory with recomputation, pp, cp, sharding, 16 bits",
+        ("cpu/plan_memory/ablation.json",),
+        ("plan_memory ablation",),
+    ),
     "cost-model": Experiment(
         "the 216 configurations",
         ("*/cost_model*/memory.json", "*/cost_model*/time.json"),

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +30,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._known: dict[int, weakref.ref] = {}
+        self._sizes: dict[int, int] = {}
         self._count(tensors)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -40,21 +42,31 @@ class LiveBytes(TorchDispatchMode):
         for value in values:
             if not isinstance(value, torch.Tensor):
                 continue
+            if isinstance(value, DTensor):
+                value = value._local_tensor
             if value.layout in (torch.sparse_csr, torch.sparse_csc):
                 by_row = value.layout == torch.sparse_csr
                 inside = (value.crow_indices, value.col_indices) if by_row else (value.ccol_indices, value.row_indices)
                 self._count([part() for part in (*inside, value.values)])
                 continue
             storage = value.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key = storage._cdata
             if key not in self._known:
-                self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
-                self.live += size
+                self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._resize(key, storage.nbytes())
+            if self.live > self.peak:
+                for key, known in self._known.items():  # gathered parameters are freed in place, without an operator
+                    if (other := known()) is not None:
+                        self._resize(key, other.nbytes())
                 self.peak = max(self.peak, self.live)
 
-    def _forget(self, key: int, size: int) -> None:
+    def _resize(self, key: int, size: int) -> None:
+        self.live += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
         del self._known[key]
-        self.live -= size
 
 
 class Rank:
