@@ -80,6 +80,9 @@ EXPERIMENTS = {
         ("cost_model memory --subset", "cost_model time --subset", "cost_model judge --subset"),
     ),
     "stages": Experiment("uneven pipeline stages", ("cpu/pipeline_stages/stages.json",), ("pipeline_stages",)),
+    "heavy-stages": Experiment(
+        "the same with a heavy first one", ("cpu/pipeline_stages/heavy.json",), ("pipeline_stages --heavy",)
+    ),
     **{
         f"products-{step}": Experiment(
             "a graph of the size of ogbn-products" if step == "generate" else "that graph",

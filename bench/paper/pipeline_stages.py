@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m bench.paper.pipeline_stages        # four processes, gloo, CPU
     python -m bench.paper.pipeline_stages --plot                   # the figure again, from its rows
+    OMP_NUM_THREADS=1 python -m bench.paper.pipeline_stages --heavy    # a first stage of 602 to 16,384 columns, GPipe
 
 Memory of a stage is the peak of the bytes of all tensors alive in its process over two training steps: weights,
 gradients, AdamW's moments, batch, activations, messages, but for temporaries inside an operator. (torch's MemTracker
@@ -12,6 +13,12 @@ all splits and schedules must agree.
 Fixed: a graph of 2,000 nodes with 602 features (Reddit's), seed 0; HierarchicalGT of 24 layers, d = 128, 8 heads,
 FFN 128, buckets, dropout 0.1; 4 sequences of 256 regular and 32 super nodes, K = 4; AdamW, fp32; GPipe and 1F1B;
 1 warm-up and 6 timed steps, in processes of their own for every split and schedule.
+
+Heavy: the same under GPipe with COLUMNS of features, both splits and the one that the planner finds, all in the same
+four processes, whose steps take turns, 1 and HEAVY_STEPS. Counted are processor seconds of every stage: on machines of
+their own the slowest sets the pace, and others on this one do not count. The planner's costs come from a profile of one
+process at 4,096 columns, in processor seconds, too, without links; the columns at which its split changes are looked
+for in steps of 512, by seconds of a step and by the bytes of the stage that has most.
 """
 
 from __future__ import annotations
@@ -19,9 +26,11 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -36,11 +45,16 @@ from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import synthetic_graph
+from megagraph.planner import CostModel, Workload, fit, search
+from megagraph.planner.measure import clock
+from megagraph.planner.profile import profile
 
 SPLITS = ("6,6,6,6", "3,7,7,7")
 SCHEDULES = ("gpipe", "1f1b")
 STAGES, WARMUP_STEPS = 4, 1
 STEPS = sized(6, quick=1)
+COLUMNS, HEAVY_STEPS, PROFILE_SECONDS = sized(((602, 4096, 16384), 3, 30.0), quick=((64, 2048), 1, 8.0))
+FINEST, WIDEST, PROFILED = 512, 65536, 4096
 
 
 def config_of(split: str, schedule: str) -> TrainConfig:
@@ -145,8 +159,113 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     save(figure, rows[0], path)
 
 
-def main(plot_only: Annotated[bool, tyro.conf.arg(name="plot")] = False) -> None:
-    """Print, and write bench/results/cpu/pipeline_stages/stages.json and .svg, or only draw the rows that are there."""
+# ---- a heavy first stage
+
+
+def profiled() -> CostModel:
+    """Of this machine, in processor seconds."""
+    graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=PROFILED, average_degree=10, seed=0)
+    rank = Rank(replace(config_of(SPLITS[0], "gpipe"), plan="1,1,1", stage_layers=None), graph)
+    layout, sequences = rank.batch.layout, rank.batch.batch_size
+    workload = Workload(
+        batch_sequences=sequences,
+        num_nodes=layout.num_nodes,
+        num_super=layout.num_super,
+        num_targets=rank.batch.labels.shape[1],
+        feature_rows=len(rank.batch.features) / sequences,
+    )
+    model = rank.pipeline.stages[0].model.config
+    with patch.object(clock.time, "perf_counter", time.process_time):
+        cost = fit(profile(model, workload, device=torch.device("cpu"), budget_seconds=PROFILE_SECONDS))
+    return replace(cost, memory={name: x for name, x in cost.memory.items() if name != "process.byte"})
+
+
+def found_by(cost: CostModel, columns: int) -> dict[str, Any]:
+    """The splits of least seconds and of least bytes, and the bytes of the fullest stage of those that are measured."""
+    model = replace(cost.profiled()[0], in_features=columns)
+    gpipe = {"pp": STAGES, "cp": 1, "dp": 1, "schedule": "gpipe", "num_microbatches": 4, "checkpoint": False}
+    result = search(cost, model, STAGES, 2.0**40, fixed=gpipe)  # a limit, or it seeks no lightest
+    lightest = min(result.candidates, key=lambda candidate: candidate.peak_bytes)
+    splits = {"seconds": result.best.plan.layers, "bytes": lightest.plan.layers}
+    plans = {split: config_of(split, "gpipe").parallel_plan() for split in SPLITS}
+    least = {split: max(cost.memory_bytes(model, plan)) for split, plan in plans.items()}
+    return {name: ",".join(map(str, layers)) for name, layers in splits.items()} | {"predicted_bytes": least}
+
+
+def _heavy_worker(rank: int, folder: str, splits: dict[int, tuple[str, ...]]) -> None:
+    torch.set_num_threads(1)
+    timeout, rendezvous = timedelta(hours=1), f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=STAGES, timeout=timeout)
+    found = {}
+    for columns, of in splits.items():
+        graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=columns, average_degree=10, seed=0)
+        ranks = {split: Rank(config_of(split, "gpipe"), graph) for split in of}
+        peaks = {split: own.peak_bytes() for split, own in ranks.items()}
+        seconds: dict[str, list[float]] = {split: [] for split in of}
+        for _ in range(WARMUP_STEPS + HEAVY_STEPS):
+            for split, own in ranks.items():
+                dist.barrier()
+                started = time.process_time()
+                own.step()
+                seconds[split].append(time.process_time() - started)
+        for split, own in ranks.items():
+            found[columns, split] = {"peak_bytes": peaks[split], "cpu_seconds": seconds[split][WARMUP_STEPS:]}
+            found[columns, split]["losses"] = own.losses
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_heavy() -> None:
+    """Print, and write bench/results/cpu/pipeline_stages/heavy.json."""
+    cost = profiled()
+    planned = {columns: found_by(cost, columns) for columns in COLUMNS}
+    chosen = {columns: tuple(dict.fromkeys((*SPLITS, planned[columns]["seconds"]))) for columns in COLUMNS}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_heavy_worker, args=(folder, chosen), nprocs=STAGES)
+        stages = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(STAGES)]
+    rows: list[dict[str, Any]] = []
+    for columns, splits in chosen.items():
+        losses = [stages[0][columns, split]["losses"] for split in splits]
+        assert np.ptp(np.array(losses), axis=0).max() < 1e-4, "the splits do not compute the same"
+        for split in splits:
+            of = [stage[columns, split] for stage in stages]
+            row = {"columns": columns, "split": split, "planned": split == planned[columns]["seconds"]}
+            row |= {name: [stage[name] for stage in of] for name in ("peak_bytes", "cpu_seconds")}
+            row["slowest_seconds"] = max(float(np.median(stage["cpu_seconds"])) for stage in of)
+            row["predicted_bytes"] = planned[columns]["predicted_bytes"].get(split)
+            rows.append(row | {"unit": "s"})
+            peaks = ", ".join(f"{size / MIB:.1f}" for size in row["peak_bytes"])
+            part = row["slowest_seconds"] / by_split(rows, columns, SPLITS[0])["slowest_seconds"]
+            print(f"{columns} columns, {split}: peak {peaks} MiB; slowest stage {part:.2f} of the even split's")
+    every = {columns: found_by(cost, columns) for columns in range(FINEST, WIDEST + 1, FINEST)}
+    for what in ("seconds", "bytes"):
+        changes = {}
+        for columns, found in every.items():
+            if not changes or found[what] != [*changes.values()][-1]:
+                changes[columns] = found[what]
+        print(f"least {what}: {changes}")
+        rows.append({"planned_by": what, "from_columns": changes, "unit": "s"})
+    light = [columns for columns, found in every.items() if max(SPLITS, key=found["predicted_bytes"].get) == SPLITS[0]]
+    rows[-1]["short_is_lighter_from"] = min(light, default=None)
+    rows[-1]["held_out"] = cost.held_out
+    print(f"{SPLITS[1]} is lighter from {min(light, default=None)} columns on; held out: {cost.held_out}")
+    write_rows("pipeline_stages/heavy", rows, folder="cpu", children=PACKAGE)
+
+
+def by_split(rows: list[dict[str, Any]], columns: int, split: str) -> dict[str, Any]:
+    return next(row for row in rows if (row["columns"], row["split"]) == (columns, split))
+
+
+def main(plot_only: Annotated[bool, tyro.conf.arg(name="plot")] = False, heavy: bool = False) -> None:
+    """Print, and write bench/results/cpu/pipeline_stages/stages.json and .svg, or only draw the rows that are there.
+
+    Args:
+        heavy: instead, heavy.json there.
+    """
+    if heavy:
+        torch.set_num_threads(1)
+        return measure_heavy()
     folder = RESULTS / "cpu" / "pipeline_stages"
     if not plot_only:
         torch.set_num_threads(1)
