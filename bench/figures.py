@@ -204,8 +204,33 @@ def plans(at: At) -> Iterator[str]:
     found = at("cpu/pareto/judgement.json")
     yield f"four processes {found['plans']:.0f} plans are ranked right ({found['Spearman of seconds']:.2f}) and their "
     yield f"bytes are within {100 * found['largest error of bytes']:.1f} %"
+    yield from shared_sequence(at)
     times = [row["median"] for row in at("cpu/search-times.json")]
     yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.0f} s for 512 layers, {:.0f} s for 96".format(*times)
+
+
+def shared_sequence(at: At) -> Iterator[str]:
+    """Bytes of ranks that share a sequence, counted (predicted)."""
+    rows = at("cpu/plan_memory/sequence.json")
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        return f"{row[f'{name}_bytes'] / MIB:.1f} ({row[f'predicted_{name}_bytes'] / MIB:.1f})"
+
+    for row in rows:
+        if row["bias"] == "bucket":
+            other = by(rows, bias="projected", ranks=row["ranks"], comm=row["comm"])
+            cells = [cell(row, "bias"), cell(other, "bias"), cell(row, "kept"), cell(row, "peak"), cell(other, "peak")]
+            yield f"| {row['ranks']}{', ' + row['comm'] if row['ranks'] > 1 else ''} | {' | '.join(cells)} |"
+    off = {
+        name: [(abs(row[f"predicted_{name}_bytes"] / row[f"{name}_bytes"] - 1), row["comm"]) for row in rows]
+        for name in ("bias", "kept", "peak")
+    }
+    text = "data of the bias to {:.1f} %, what is kept to {:.1f} %, the peak to {:.1f} %"
+    yield text.format(
+        *(100 * max(x for x, way in off[name] if way != "allgather") for name in ("bias", "kept", "peak"))
+    )
+    yield f"that of allgather up to {100 * max(off['peak'])[0]:.0f} % too low"
+    assert max(off["peak"])[1] == "allgather", "the page says so"
 
 
 def claims(at: At) -> Iterator[str]:
@@ -221,6 +246,8 @@ def claims(at: At) -> Iterator[str]:
     ours, eager = (by(rows, contender=name, **here)["saved_bytes"] / MIB for name in ("megagraph_blocked", "eager"))
     yield f"it keeps {eager:.0f} MiB for backward"
     yield f"ours keeps {ours:.1f} MiB there"
+    shared = [by(at("cpu/plan_memory/sequence.json"), bias="projected", ranks=n, comm="ring") for n in (1, 2, 4)]
+    yield "{:.1f}, {:.1f} and {:.1f} MiB of 4 channels".format(*(row["bias_bytes"] / MIB for row in shared))
     (gaps,) = at("cpu/search-gaps.json")
     assert gaps["missed"] == 0 and max(gaps["gaps"]) == 0.0, "the page says that none is behind"
     yield f"in {gaps['problems']} smaller problems with {gaps['plans']:,} plans"
