@@ -17,8 +17,8 @@ FFN 128, buckets, dropout 0.1; 4 sequences of 256 regular and 32 super nodes, K 
 Heavy: the same under GPipe with COLUMNS of features, both splits and the one that the planner finds, all in the same
 four processes, whose steps take turns, 1 and HEAVY_STEPS. Counted are processor seconds of every stage: on machines of
 their own the slowest sets the pace, and others on this one do not count. The planner's costs come from a profile of one
-process at 4,096 columns, in processor seconds, too, without links; the columns at which its split changes are looked
-for in steps of 512, by seconds of a step and by the bytes of the stage that has most.
+process at each of COLUMNS, in processor seconds, too, without links. Bytes of features follow from their columns: the
+ones at which the split changes whose fullest stage has least are looked for in steps of FINEST.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SPLITS = ("6,6,6,6", "3,7,7,7")
 SCHEDULES = ("gpipe", "1f1b")
 STAGES, WARMUP_STEPS = 4, 1
 STEPS = sized(6, quick=1)
-COLUMNS, HEAVY_STEPS, PROFILE_SECONDS = sized(((602, 4096, 16384), 3, 30.0), quick=((64, 2048), 1, 8.0))
-FINEST, WIDEST, PROFILED = 512, 65536, 4096
+COLUMNS, HEAVY_STEPS, PROFILE_SECONDS = sized(((602, 4096, 16384), 3, 12.0), quick=((64, 2048), 1, 8.0))
+FINEST, WIDEST = sized((128, 8192), quick=(1024, 8192))
 
 
 def config_of(split: str, schedule: str) -> TrainConfig:
@@ -162,9 +162,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 # ---- a heavy first stage
 
 
-def profiled() -> CostModel:
+def profiled(columns: int) -> CostModel:
     """Of this machine, in processor seconds."""
-    graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=PROFILED, average_degree=10, seed=0)
+    graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=columns, average_degree=10, seed=0)
     rank = Rank(replace(config_of(SPLITS[0], "gpipe"), plan="1,1,1", stage_layers=None), graph)
     layout, sequences = rank.batch.layout, rank.batch.batch_size
     workload = Workload(
@@ -218,8 +218,8 @@ def _heavy_worker(rank: int, folder: str, splits: dict[int, tuple[str, ...]]) ->
 
 def measure_heavy() -> None:
     """Print, and write bench/results/cpu/pipeline_stages/heavy.json."""
-    cost = profiled()
-    planned = {columns: found_by(cost, columns) for columns in COLUMNS}
+    costs = {columns: profiled(columns) for columns in COLUMNS}
+    planned = {columns: found_by(cost, columns) for columns, cost in costs.items()}
     chosen = {columns: tuple(dict.fromkeys((*SPLITS, planned[columns]["seconds"]))) for columns in COLUMNS}
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_heavy_worker, args=(folder, chosen), nprocs=STAGES)
@@ -234,22 +234,19 @@ def measure_heavy() -> None:
             row |= {name: [stage[name] for stage in of] for name in ("peak_bytes", "cpu_seconds")}
             row["slowest_seconds"] = max(float(np.median(stage["cpu_seconds"])) for stage in of)
             row["predicted_bytes"] = planned[columns]["predicted_bytes"].get(split)
+            row["held_out"] = costs[columns].held_out
             rows.append(row | {"unit": "s"})
             peaks = ", ".join(f"{size / MIB:.1f}" for size in row["peak_bytes"])
             part = row["slowest_seconds"] / by_split(rows, columns, SPLITS[0])["slowest_seconds"]
             print(f"{columns} columns, {split}: peak {peaks} MiB; slowest stage {part:.2f} of the even split's")
-    every = {columns: found_by(cost, columns) for columns in range(FINEST, WIDEST + 1, FINEST)}
-    for what in ("seconds", "bytes"):
-        changes = {}
-        for columns, found in every.items():
-            if not changes or found[what] != [*changes.values()][-1]:
-                changes[columns] = found[what]
-        print(f"least {what}: {changes}")
-        rows.append({"planned_by": what, "from_columns": changes, "unit": "s"})
+    every = {columns: found_by(costs[COLUMNS[-1]], columns) for columns in range(FINEST, WIDEST + 1, FINEST)}
+    changes: dict[int, str] = {}
+    for columns, found in every.items():
+        if not changes or found["bytes"] != [*changes.values()][-1]:
+            changes[columns] = found["bytes"]
     light = [columns for columns, found in every.items() if max(SPLITS, key=found["predicted_bytes"].get) == SPLITS[0]]
-    rows[-1]["short_is_lighter_from"] = min(light, default=None)
-    rows[-1]["held_out"] = cost.held_out
-    print(f"{SPLITS[1]} is lighter from {min(light, default=None)} columns on; held out: {cost.held_out}")
+    print(f"least bytes: {changes}; {SPLITS[1]} has less than {SPLITS[0]} from {min(light)} columns on")
+    rows.append({"lightest_from": changes, "short_is_lighter_from": min(light), "unit": "columns"})
     write_rows("pipeline_stages/heavy", rows, folder="cpu", children=PACKAGE)
 
 
