@@ -108,8 +108,37 @@ def speed(at: At) -> Iterator[str]:
     yield f"({even:.1f} MiB, {short:.1f} MiB with 3,7,7,7)"
     yield f"({even_1f1b:.1f} to {short_1f1b:.1f} MiB). Step time, medians of 6: {s0:.2f} and {s1:.2f} s under GPipe"
     yield f"{s2:.2f} and {s3:.2f} s under 1F1B"
+    yield from heavy(at)
     yield from gpu(at)
     yield from large(at)
+
+
+def heavy_first(at: At) -> dict[int, dict[str, dict[str, Any]]]:
+    """By columns and split: MiB of the stages, and what the slowest takes, over that of even ones, of all rounds."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in at("cpu/pipeline_stages/heavy.json")[:-1]:
+        slowest = np.max(row["cpu_seconds"], axis=0)
+        of = found.setdefault(row["columns"], {"6,6,6,6": {"slowest": slowest}})
+        ratio = np.quantile(slowest / of["6,6,6,6"]["slowest"], (0, 0.5, 1))
+        mib = [size / MIB for size in row["peak_bytes"]]
+        of[row["split"]] = {"MiB": mib, "slowest": slowest, "ratio": ratio, "planned": row["planned"]}
+    return found
+
+
+def heavy(at: At) -> Iterator[str]:
+    found, last = heavy_first(at), at("cpu/pipeline_stages/heavy.json")[-1]
+    for columns, of in found.items():
+        cells = [", ".join(f"{size:.1f}" for size in of[split]["MiB"]) for split in ("6,6,6,6", "3,7,7,7")]
+        low, middle, high = of["3,7,7,7"]["ratio"]
+        planned = next(split for split, row in of.items() if row["planned"])
+        yield f"| {columns:,} | {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {planned} |"
+    starts = [*last["lightest_from"]]
+    (place,) = (i for i, split in enumerate(last["lightest_from"].values()) if split == "3,7,7,7")
+    yield f"less than even ones from {last['short_is_lighter_from']:,} columns on, and the least of all splits "
+    yield f"from {int(starts[place]):,} up to {int(starts[place + 1]):,}"
+    off = {row["columns"]: 100 * row["held_out"]["time_mape"] for row in at("cpu/pipeline_stages/heavy.json")[:-1]}
+    yield "off by {:.0f}, {:.0f} and {:.0f} % on held-out rows".format(*off.values())
+    yield f"4,7,7,6 takes {found[16384]['4,7,7,6']['ratio'][1]:.2f} of the even split"
 
 
 def gpu(at: At) -> Iterator[str]:
@@ -258,15 +287,19 @@ def claims(at: At) -> Iterator[str]:
     yield f"a rank of four receives at most {received:.3f}, in a ring {0.75:.2f}"
     ring = by(at("cpu/ring_overlap.json"), direction="forward")
     yield f"{ring['ratio']['of_medians']:.2f} of the time of waiting for each message, ideal {ring['ideal_ratio']:.2f}"
+    even, short = heavy_first(at)[4096]["6,6,6,6"], heavy_first(at)[4096]["3,7,7,7"]
+    text = "{:.1f}, {:.1f}, {:.1f} and {:.1f} MiB"
+    more = 100 * (even["MiB"][0] / even["MiB"][1] - 1)
+    yield f"{text.format(*even['MiB'])} when even, {more:.0f} % more in the first"
+    yield f"{text.format(*short['MiB'])} with 3,7,7,7"
+    few = heavy_first(at)[602]
+    yield f"{few['6,6,6,6']['MiB'][0]:.1f} MiB when even and {max(few['3,7,7,7']['MiB']):.1f} MiB with 3,7,7,7"
+    yield f"takes {short['ratio'][1]:.2f} times the even split's there"
     stages = at("cpu/pipeline_stages/stages.json")
-    even, short, even_1f1b, short_1f1b = (
-        [row["peak_bytes"] / MIB for row in stages if (row["split"], row["schedule"]) == (split, schedule)]
-        for schedule in ("gpipe", "1f1b")
+    even_1f1b, short_1f1b = (
+        [row["peak_bytes"] / MIB for row in stages if (row["split"], row["schedule"]) == (split, "1f1b")]
         for split in ("6,6,6,6", "3,7,7,7")
     )
-    text = "{:.1f}, {:.1f}, {:.1f} and {:.1f} MiB"
-    yield f"{text.format(*even)} when even, {100 * (even[0] / max(even[1:]) - 1):.0f} % more in the first"
-    yield f"{text.format(*short)} with 3,7,7,7"
     yield f"is {max(even_1f1b):.1f} MiB, of 3,7,7,7 {max(short_1f1b):.1f} MiB"
     beds = {name: found for name, found in at("cpu/cluster/judgement.json").items() if "MAPE" in found}
     half = beds["2x1-50-half"]
