@@ -234,6 +234,7 @@ def plans(at: At) -> Iterator[str]:
     yield f"four processes {found['plans']:.0f} plans are ranked right ({found['Spearman of seconds']:.2f}) and their "
     yield f"bytes are within {100 * found['largest error of bytes']:.1f} %"
     yield from shared_sequence(at)
+    yield from ablation(at)
     times = [row["median"] for row in at("cpu/search-times.json")]
     yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.0f} s for 512 layers, {:.0f} s for 96".format(*times)
 
@@ -262,6 +263,23 @@ def shared_sequence(at: At) -> Iterator[str]:
     assert max(off["peak"])[1] == "allgather", "the page says so"
 
 
+def ablation(at: At) -> Iterator[str]:
+    """GB of the fullest rank for the whole batch, counted and predicted."""
+    rows = at("cpu/plan_memory/ablation.json")
+    none = by(rows, what="none")
+    for row in rows:
+        most, predicted = max(row["batch_bytes"]), max(row.get("predicted_bytes", [0]))
+        said = f"{predicted / 1e9:.2f}" if predicted else "-"
+        part = most / none["batch_bytes"][0]
+        yield f"| {row['what']} | {row['processes']} | {most / 1e9:.2f} | {said} | {part:.2f} |"
+    checked = none["checked"]
+    yield f"{100 * abs(checked['bytes'] / checked['line'] - 1):.1f} % off the line"
+    off = {row["what"]: max(row["predicted_bytes"]) / max(row["batch_bytes"]) - 1 for row in rows[1:]}
+    shared = max(abs(off[name]) for name in off if name[:2] in ("no", "pp", "cp", "dp"))
+    yield f"within {100 * shared:.0f} % where ranks share in fp32, {-100 * off['recomputation']:.0f} % too low with "
+    yield f"recomputation and {100 * off['16 bits']:.0f} % too high with 16 bits"
+
+
 def claims(at: At) -> Iterator[str]:
     GB = 1e9
     first = max(row["peak_uss_bytes"] for row in at("cpu/products_size/first-step.json"))
@@ -277,6 +295,11 @@ def claims(at: At) -> Iterator[str]:
     yield f"ours keeps {ours:.1f} MiB there"
     shared = [by(at("cpu/plan_memory/sequence.json"), bias="projected", ranks=n, comm="ring") for n in (1, 2, 4)]
     yield "{:.1f}, {:.1f} and {:.1f} MiB of 4 channels".format(*(row["bias_bytes"] / MIB for row in shared))
+    table = {row["what"]: max(row["batch_bytes"]) / 1e9 for row in at("cpu/plan_memory/ablation.json")}
+    text = (
+        "eager ANS-GT, which keeps its scores, {:.1f} GB, ours {:.2f}, with recomputation {:.2f}, with CP = 2 {:.2f} GB"
+    )
+    yield text.format(*(table[name] for name in ("eager ANS-GT", "none", "recomputation", "cp 2")))
     (gaps,) = at("cpu/search-gaps.json")
     assert gaps["missed"] == 0 and max(gaps["gaps"]) == 0.0, "the page says that none is behind"
     yield f"in {gaps['problems']} smaller problems with {gaps['plans']:,} plans"
