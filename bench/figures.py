@@ -14,16 +14,10 @@ from typing import Any
 
 import numpy as np
 
-At = Callable[[str], Any]  # what a file below bench/results holds
-MIB, GIB = 2**20, 2**30
+from bench.paper.figures import GIB, MIB, At, ablation, by, depth, heavy, heavy_first, of_depth, shared_sequence
+
 SHAPES = ((8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32))
 PEERS = {"sdpa_efficient": "SDPA efficient", "flex_attention": "FlexAttention", "jax_cudnn": "JAX, cuDNN"}
-
-
-def by(rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-    """The one row with these values."""
-    (found,) = (row for row in rows if all(row.get(name) == value for name, value in fields.items()))
-    return found
 
 
 def best(rows: list[dict[str, Any]], ours: bool, shape: tuple[int, ...], form: str, direction: str) -> dict[str, Any]:
@@ -65,6 +59,7 @@ def accuracy(at: At) -> Iterator[str]:
     for name in GRAPHS:
         cells = ["{:.1f} ± {:.1f}".format(*accuracies(at, name, model)) for model in ("hierarchical", "gcn")]
         yield f"| {name.title()} | {' | '.join(cells)} |"
+    yield from depth(at)
 
 
 def speed(at: At) -> Iterator[str]:
@@ -111,34 +106,6 @@ def speed(at: At) -> Iterator[str]:
     yield from heavy(at)
     yield from gpu(at)
     yield from large(at)
-
-
-def heavy_first(at: At) -> dict[int, dict[str, dict[str, Any]]]:
-    """By columns and split: MiB of the stages, and what the slowest takes, over that of even ones, of all rounds."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for row in at("cpu/pipeline_stages/heavy.json")[:-1]:
-        slowest = np.max(row["cpu_seconds"], axis=0)
-        of = found.setdefault(row["columns"], {"6,6,6,6": {"slowest": slowest}})
-        ratio = np.quantile(slowest / of["6,6,6,6"]["slowest"], (0, 0.5, 1))
-        mib = [size / MIB for size in row["peak_bytes"]]
-        of[row["split"]] = {"MiB": mib, "slowest": slowest, "ratio": ratio, "planned": row["planned"]}
-    return found
-
-
-def heavy(at: At) -> Iterator[str]:
-    found, last = heavy_first(at), at("cpu/pipeline_stages/heavy.json")[-1]
-    for columns, of in found.items():
-        cells = [", ".join(f"{size:.1f}" for size in of[split]["MiB"]) for split in ("6,6,6,6", "3,7,7,7")]
-        low, middle, high = of["3,7,7,7"]["ratio"]
-        planned = next(split for split, row in of.items() if row["planned"])
-        yield f"| {columns:,} | {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {planned} |"
-    starts = [*last["lightest_from"]]
-    (place,) = (i for i, split in enumerate(last["lightest_from"].values()) if split == "3,7,7,7")
-    yield f"less than even ones from {last['short_is_lighter_from']:,} columns on, and the least of all splits "
-    yield f"from {int(starts[place]):,} up to {int(starts[place + 1]):,}"
-    off = {row["columns"]: 100 * row["held_out"]["time_mape"] for row in at("cpu/pipeline_stages/heavy.json")[:-1]}
-    yield "off by {:.0f}, {:.0f} and {:.0f} % on held-out rows".format(*off.values())
-    yield f"4,7,7,6 takes {found[16384]['4,7,7,6']['ratio'][1]:.2f} of the even split"
 
 
 def gpu(at: At) -> Iterator[str]:
@@ -239,47 +206,6 @@ def plans(at: At) -> Iterator[str]:
     yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.0f} s for 512 layers, {:.0f} s for 96".format(*times)
 
 
-def shared_sequence(at: At) -> Iterator[str]:
-    """Bytes of ranks that share a sequence, counted (predicted)."""
-    rows = at("cpu/plan_memory/sequence.json")
-
-    def cell(row: dict[str, Any], name: str) -> str:
-        return f"{row[f'{name}_bytes'] / MIB:.1f} ({row[f'predicted_{name}_bytes'] / MIB:.1f})"
-
-    for row in rows:
-        if row["bias"] == "bucket":
-            other = by(rows, bias="projected", ranks=row["ranks"], comm=row["comm"])
-            cells = [cell(row, "bias"), cell(other, "bias"), cell(row, "kept"), cell(row, "peak"), cell(other, "peak")]
-            yield f"| {row['ranks']}{', ' + row['comm'] if row['ranks'] > 1 else ''} | {' | '.join(cells)} |"
-    off = {
-        name: [(abs(row[f"predicted_{name}_bytes"] / row[f"{name}_bytes"] - 1), row["comm"]) for row in rows]
-        for name in ("bias", "kept", "peak")
-    }
-    most = {name: max(x for x, way in off[name] if way != "allgather") for name in off}
-    assert most["kept"] < 1e-3, "the page says that it is exact"
-    bias, peak = (f"{100 * most[name]:.1f} %" for name in ("bias", "peak"))
-    yield f"what is kept exactly, data of the bias to {bias} and the peak to {peak}"
-    yield f"but that of allgather up to {100 * max(off['peak'])[0]:.0f} % too low"
-    assert max(off["peak"])[1] == "allgather", "the page says so"
-
-
-def ablation(at: At) -> Iterator[str]:
-    """GB of the fullest rank for the whole batch, counted and predicted."""
-    rows = at("cpu/plan_memory/ablation.json")
-    none = by(rows, what="none")
-    for row in rows:
-        most, predicted = max(row["batch_bytes"]), max(row.get("predicted_bytes", [0]))
-        said = f"{predicted / 1e9:.2f}" if predicted else "-"
-        part = most / none["batch_bytes"][0]
-        yield f"| {row['what']} | {row['processes']} | {most / 1e9:.2f} | {said} | {part:.2f} |"
-    checked = none["checked"]
-    yield f"{100 * abs(checked['bytes'] / checked['line'] - 1):.1f} % off the line"
-    off = {row["what"]: max(row["predicted_bytes"]) / max(row["batch_bytes"]) - 1 for row in rows[1:]}
-    shared = max(abs(off[name]) for name in off if name[:2] in ("no", "pp", "cp", "dp"))
-    yield f"within {100 * shared:.0f} % where ranks share in fp32, {-100 * off['recomputation']:.0f} % too low with "
-    yield f"recomputation and {100 * off['16 bits']:.0f} % too high with 16 bits"
-
-
 def claims(at: At) -> Iterator[str]:
     GB = 1e9
     first = max(row["peak_uss_bytes"] for row in at("cpu/products_size/first-step.json"))
@@ -300,6 +226,12 @@ def claims(at: At) -> Iterator[str]:
         "eager ANS-GT, which keeps its scores, {:.1f} GB, ours {:.2f}, with recomputation {:.2f}, with CP = 2 {:.2f} GB"
     )
     yield text.format(*(table[name] for name in ("eager ANS-GT", "none", "recomputation", "cp 2")))
+    words = {"hierarchical": "HierarchicalGT", "gcn": "a GCN", "gcn-residual": "residual connections"}
+    for model, name in words.items():
+        ends = [np.mean(of_depth(at, model)[layers][0]) for layers in (1, 2, 32)]
+        yield name + " {:.1f} % with 1 layer, {:.1f} with 2, {:.1f} with 32".format(*ends)
+    (paper,) = at("cpu/depth/paper.json")
+    yield f"{100 * paper['test']:.1f} % on Cora after {paper['epochs']} epochs, which are {paper['steps']} steps"
     (gaps,) = at("cpu/search-gaps.json")
     assert gaps["missed"] == 0 and max(gaps["gaps"]) == 0.0, "the page says that none is behind"
     yield f"in {gaps['problems']} smaller problems with {gaps['plans']:,} plans"

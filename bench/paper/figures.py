@@ -1,0 +1,112 @@
+"""What pages say of depth, of heavy stages, and of what a rank holds; `bench/figures.py` looks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+At = Callable[[str], Any]  # what a file below bench/results holds
+MIB, GIB = 2**20, 2**30
+
+
+def by(rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """The one row with these values."""
+    (found,) = (row for row in rows if all(row.get(name) == value for name, value in fields.items()))
+    return found
+
+
+NETWORKS = ("hierarchical", "gcn", "gcn-residual")
+
+
+def of_depth(at: At, model: str) -> dict[int, tuple[list[float], float]]:
+    """Test accuracies of every number of layers, in percent, and the most MiB of a step."""
+    found: dict[int, tuple[list[float], float]] = {}
+    for row in at("cpu/depth/series.json"):
+        if row["model"] == model:
+            tests, most = found.get(row["layers"], ([], 0.0))
+            found[row["layers"]] = ([*tests, 100 * row["test"]], max(most, row["peak_bytes"] / MIB))
+    return found
+
+
+def depth(at: At) -> Iterator[str]:
+    found = {model: of_depth(at, model) for model in NETWORKS}
+    for layers in found["hierarchical"]:
+        of = [found[model][layers] for model in NETWORKS]
+        cells = [f"{np.mean(tests):.1f} ({min(tests):.1f} to {max(tests):.1f})" for tests, _ in of]
+        yield f"| {layers} | {' | '.join(cells)} | {' | '.join(f'{most:.0f}' for _, most in of)} |"
+    per_layer = [(of[32][1] - of[1][1]) / 31 for of in found.values()]
+    yield "{:.1f} MiB a layer, of the GCNs {:.1f} and {:.1f}".format(*per_layer)
+    (paper,) = at("cpu/depth/paper.json")
+    text = "{:.1f} % of the test nodes at the best epoch on the validation nodes, of {} epochs and {} steps"
+    yield text.format(100 * paper["test"], paper["epochs"], paper["steps"])
+
+
+def heavy_first(at: At) -> dict[int, dict[str, dict[str, Any]]]:
+    """By columns and split: MiB of the stages, and what the slowest takes, over that of even ones, of all rounds."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in at("cpu/pipeline_stages/heavy.json")[:-1]:
+        slowest = np.max(row["cpu_seconds"], axis=0)
+        of = found.setdefault(row["columns"], {"6,6,6,6": {"slowest": slowest}})
+        ratio = np.quantile(slowest / of["6,6,6,6"]["slowest"], (0, 0.5, 1))
+        mib = [size / MIB for size in row["peak_bytes"]]
+        of[row["split"]] = {"MiB": mib, "slowest": slowest, "ratio": ratio, "planned": row["planned"]}
+    return found
+
+
+def heavy(at: At) -> Iterator[str]:
+    found, last = heavy_first(at), at("cpu/pipeline_stages/heavy.json")[-1]
+    for columns, of in found.items():
+        cells = [", ".join(f"{size:.1f}" for size in of[split]["MiB"]) for split in ("6,6,6,6", "3,7,7,7")]
+        low, middle, high = of["3,7,7,7"]["ratio"]
+        planned = next(split for split, row in of.items() if row["planned"])
+        yield f"| {columns:,} | {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {planned} |"
+    starts = [*last["lightest_from"]]
+    (place,) = (i for i, split in enumerate(last["lightest_from"].values()) if split == "3,7,7,7")
+    yield f"less than even ones from {last['short_is_lighter_from']:,} columns on, and the least of all splits "
+    yield f"from {int(starts[place]):,} up to {int(starts[place + 1]):,}"
+    off = {row["columns"]: 100 * row["held_out"]["time_mape"] for row in at("cpu/pipeline_stages/heavy.json")[:-1]}
+    yield "off by {:.0f}, {:.0f} and {:.0f} % on held-out rows".format(*off.values())
+    yield f"4,7,7,6 takes {found[16384]['4,7,7,6']['ratio'][1]:.2f} of the even split"
+
+
+def shared_sequence(at: At) -> Iterator[str]:
+    """Bytes of ranks that share a sequence, counted (predicted)."""
+    rows = at("cpu/plan_memory/sequence.json")
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        return f"{row[f'{name}_bytes'] / MIB:.1f} ({row[f'predicted_{name}_bytes'] / MIB:.1f})"
+
+    for row in rows:
+        if row["bias"] == "bucket":
+            other = by(rows, bias="projected", ranks=row["ranks"], comm=row["comm"])
+            cells = [cell(row, "bias"), cell(other, "bias"), cell(row, "kept"), cell(row, "peak"), cell(other, "peak")]
+            yield f"| {row['ranks']}{', ' + row['comm'] if row['ranks'] > 1 else ''} | {' | '.join(cells)} |"
+    off = {
+        name: [(abs(row[f"predicted_{name}_bytes"] / row[f"{name}_bytes"] - 1), row["comm"]) for row in rows]
+        for name in ("bias", "kept", "peak")
+    }
+    most = {name: max(x for x, way in off[name] if way != "allgather") for name in off}
+    assert most["kept"] < 1e-3, "the page says that it is exact"
+    bias, peak = (f"{100 * most[name]:.1f} %" for name in ("bias", "peak"))
+    yield f"what is kept exactly, data of the bias to {bias} and the peak to {peak}"
+    yield f"but that of allgather up to {100 * max(off['peak'])[0]:.0f} % too low"
+    assert max(off["peak"])[1] == "allgather", "the page says so"
+
+
+def ablation(at: At) -> Iterator[str]:
+    """GB of the fullest rank for the whole batch, counted and predicted."""
+    rows = at("cpu/plan_memory/ablation.json")
+    none = by(rows, what="none")
+    for row in rows:
+        most, predicted = max(row["batch_bytes"]), max(row.get("predicted_bytes", [0]))
+        said = f"{predicted / 1e9:.2f}" if predicted else "-"
+        part = most / none["batch_bytes"][0]
+        yield f"| {row['what']} | {row['processes']} | {most / 1e9:.2f} | {said} | {part:.2f} |"
+    checked = none["checked"]
+    yield f"{100 * abs(checked['bytes'] / checked['line'] - 1):.1f} % off the line"
+    off = {row["what"]: max(row["predicted_bytes"]) / max(row["batch_bytes"]) - 1 for row in rows[1:]}
+    shared = max(abs(off[name]) for name in off if name[:2] in ("no", "pp", "cp", "dp"))
+    yield f"within {100 * shared:.0f} % where ranks share in fp32, {-100 * off['recomputation']:.0f} % too low with "
+    yield f"recomputation and {100 * off['16 bits']:.0f} % too high with 16 bits"
