@@ -329,18 +329,21 @@ class CostModel:
         """Whether the replicas of a plan were measured to be of unequal speed."""
         return plan.dp > 1 and self.knows_ranks(plan) and len(set(self._slowness(plan))) > 1
 
-    def step_bound(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> float:
-        """Seconds of a step at least, however the layers are split; ``layers``: the split of least GPipe time."""
+    def step_bound(self, work: RankWork, tables: StageTables, layers: Sequence[int] = ()) -> float:
+        """Seconds of a step at least, however the layers are split; closer under GPipe with its split of least time."""
         plan = work.plan
         fastest = min(self.slowness) if self.knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
-        pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
+        wires = self._links.boundaries(plan, work.hidden_bytes)
+        pipeline = pipeline_bound(plan, tables, work.config.layers, wires, layers)
         first, whole = _parameters(work.config, work.codes)
         most = whole / plan.pp
         calls, per_byte = self._links.all_reduce(plan)
         # the last micro-batch comes back to the first stage, which has a layer at least
         reduced = calls + per_byte * work.sum_bytes * (first if plan.pp > 1 else most)
-        others = self._sharding(work, math.ceil(work.config.layers / len(layers)), most) + self._optimizer(work, most)
+        others = self._sharding(work, math.ceil(work.config.layers / plan.num_stages), most) + self._optimizer(
+            work, most
+        )
         return pipeline + reduced + others + self.stall_seconds
 
     def mappings(self, world_size: int) -> tuple[Across, ...]:

@@ -146,7 +146,9 @@ def pipeline_seconds(
     return timeline.seconds, np.asarray(timeline.rank_ends)
 
 
-def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires: Sequence[Wire]) -> float:
+def pipeline_bound(
+    plan: Plan, tables: StageTables, num_layers: int, wires: Sequence[Wire], layers: Sequence[int] = ()
+) -> float:
     """What ``pipeline_seconds`` gives at least, however the layers are split, in closed form.
 
     A stage's seconds grow with its layers by the same for each, so that all stages together take as long in any split.
@@ -159,13 +161,15 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     each way, of which ``layers`` make the least.
 
     Args:
-        layers: the split of least time under GPipe, whatever the schedule.
+        layers: the split of least time under GPipe, if it is known.
     """
-    num, seconds, num_layers = plan.num_microbatches, tables.seconds, sum(layers)
+    num, seconds = plan.num_microbatches, tables.seconds
     if plan.num_stages == 1:
         passes = float(seconds[0, num_layers])
     else:  # as in any split
-        passes = float(seconds[0, 1] + (len(layers) - 2) * seconds[1, 1] + seconds[2, num_layers - len(layers) + 1])
+        passes = float(
+            seconds[0, 1] + (plan.num_stages - 2) * seconds[1, 1] + seconds[2, num_layers - plan.num_stages + 1]
+        )
     if plan.pp == 1:
         return num * passes
     # a link that was idle makes up for a burst, once; most wires are alike
@@ -173,9 +177,10 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     latest = sum(map(ways.__getitem__, wires))
     slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in ways)
     if plan.schedule == "gpipe":
-        forward, backward = tables.stages(layers)
-        follow = (num - 1) * float(forward.max() + backward.max())
-        return passes + latest + max(follow, 2 * slowest)
+        both = passes / plan.num_stages  # of the slowest stage at least
+        if layers:
+            both = float(sum(way.max() for way in tables.stages(layers)))
+        return passes + latest + max((num - 1) * both, 2 * slowest)
     if plan.stages_per_rank > 1:
         first, layer, _ = seconds[:, 1].tolist()
         before = np.cumsum([ways[wire] + (layer if i else first) for i, wire in enumerate(wires[: plan.pp - 1])])

@@ -9,7 +9,8 @@ import pytest
 
 import megagraph as mg
 from bench.experiments.search import bound_of
-from megagraph.planner.searching import HEADROOM, shapes
+from megagraph.planner.searching import HEADROOM
+from megagraph.planner.shapes import shapes
 from megagraph.planner.split import lightest_split
 from tests.planner import synthetic
 from tests.planner.test_split import all_splits
