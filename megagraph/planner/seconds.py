@@ -155,7 +155,7 @@ def pipeline_bound(
     A rank works on all micro-batches after the first one has come through the stages before it, and the last one goes
     back through them: most evenly spread, the work of the ranks falls by 1 - 1 / K from one to the next. With several
     stages a rank, these are its first ones, of a layer each at least, and all ranks together work for a known time. A
-    layer is on one rank; and a micro-batch passes all stages and wires, of which the slowest has the others to send
+    layer is on one rank, so that the busiest has at least what it has where all are as even as can be; and a micro-batch passes all stages and wires, of which the slowest has the others to send
     before it.
     GPipe's ranks all go forward first, so that the others follow the first micro-batch in the time of the slowest stage
     each way, of which ``layers`` make the least.
@@ -181,12 +181,13 @@ def pipeline_bound(
         if layers:
             both = float(sum(way.max() for way in tables.stages(layers)))
         return passes + latest + max((num - 1) * both, 2 * slowest)
+    most = num * _most_even(tables, num_layers, plan)
     if plan.stages_per_rank > 1:
         first, layer, _ = seconds[:, 1].tolist()
         before = np.cumsum([ways[wire] + (layer if i else first) for i, wire in enumerate(wires[: plan.pp - 1])])
-        most = (num * passes + float(before.sum())) / plan.pp
+        most = max(most, (num * passes + float(before.sum())) / plan.pp)
     else:
-        most = max(num * _most_even(tables, num_layers, plan), passes / (1 - (1 - 1 / num) ** plan.pp))
+        most = max(most, passes / (1 - (1 - 1 / num) ** plan.pp))
     return max(most, passes + latest + slowest)
 
 
