@@ -75,8 +75,8 @@ PLANS_AND_SHARES = (
     Mutant(
         "no interleaved plan of one layer a stage",
         "megagraph/planner/shapes.py",
-        "if num % pp == 0 and 2 * pp <= num_layers:",
-        "if num % pp == 0 and 2 * pp < num_layers:",
+        "if per_rank * pp <= num_layers:",
+        "if per_rank * pp < num_layers:",
     ),
     Mutant(
         "ranks wait for a message that nobody sends",

@@ -113,11 +113,12 @@ def search(
     """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``, the same or
     one for every rank.
 
-    Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
-    split of least memory; halos, where pairs are listed; ulysses, where cp divides the heads; and, over nodes or ranks
-    that differ, with stages or replicas ``across``. In the order of a closed form that no split of theirs is faster
-    than, until that is above the best of them, their splits are found and run on paper: the one of least GPipe time,
-    then every split where these are few (``FEW_SPLITS``), else those that move a layer and make it faster.
+    Every (pp, cp, dp, K, schedule, checkpoint, shard, comm) with pp * cp * dp = W is a candidate, and again with the
+    layer split of least memory; 2 to 4 stages a rank; halos, where pairs are listed; ulysses, where cp divides the
+    heads; and, over nodes or ranks that differ, with stages or replicas ``across``. In the order of a closed form that
+    no split of theirs is faster than, until that is above the best of them, their splits are found and run on paper:
+    the one of least GPipe time, then every split where these are few (``FEW_SPLITS``), else those that move a layer
+    and make it faster.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -182,19 +183,14 @@ class _Search:
     """Candidates of one model on one machine; times are shared by plans that differ in their memory only."""
 
     def __init__(
-        self,
-        cost: CostModel,
-        config: ModelConfig,
-        given: Workload,
-        limits: Floats,
-        strict: bool,
-        wanted: Iterable[Plan],
+        self, cost: CostModel, config: ModelConfig, given: Workload, limits: Floats, strict: bool, wanted: list[Plan]
     ) -> None:
         self.cost, self.config, self.given, self.strict = cost, config, given, strict
         self.limits = limits * (1 - HEADROOM)
         self._tables: dict[tuple[Any, ...], StageTables] = {}
         self._loads: dict[int, tuple[Floats, Floats]] = {}  # layers of every stage, and their parameters
         self._kept: dict[tuple[int, int, str], Kept] = {}
+        self._passes: dict[tuple[Any, ...], float] = {}
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._found: list[Candidate] = []
         self._left: list[tuple[float, RankWork]] = []  # to be looked at, the largest bound first
@@ -203,27 +199,35 @@ class _Search:
             reason = self._prune(plan)
             if reason is None:
                 work = RankWork.of(config, plan, given)
-                self._left.append((cost.step_bound(work, self._tables_of(work)), work))
+                self._left.append((self._bound(work), work))
             else:
                 self._found.append(Candidate(plan=plan, pruned=reason))
         self._left.sort(key=itemgetter(0), reverse=True)
 
     def best(self) -> Candidate | None:
         """The best of those that fit, by looking at the least bounds first."""
-        possible: list[tuple[Candidate, Candidate]] = []
-        best = None
+        best, possible = None, list[tuple[Candidate, Candidate]]()
         for bounded in self._in_order():
-            if best is not None and bounded.step_seconds > best.step_seconds * (1 + 1e-9):
-                break
+            if best is not None:
+                if bounded.step_seconds > best.step_seconds * (1 + 1e-9):
+                    break
+                if not self._few_splits(bounded.plan) and self._least(bounded) > NEAR * best.step_seconds:
+                    continue
             possible.append((bounded, self.exactly(bounded)))
             best = min(filter(None, (best, possible[-1][1])), key=_rank)
         for bounded, timed in sorted(possible, key=lambda pair: _rank(pair[1])):
             assert best is not None
             if bounded.step_seconds <= best.step_seconds and not bounded.lightest:
-                near = timed.step_seconds <= NEAR * best.step_seconds
-                self.timed[bounded.plan] = resplit = self._resplit(timed, near)
+                self.timed[bounded.plan] = resplit = self._resplit(timed, best.step_seconds)
                 best = min(best, resplit, key=_rank)
         return best
+
+    def _bound(self, work: RankWork) -> float:
+        plan, tables = work.plan, self._tables_of(work)
+        key = id(tables), plan.pp, plan.dp, plan.num_microbatches, plan.schedule, plan.stages_per_rank, plan.across
+        if key not in self._passes:
+            self._passes[key] = self.cost.passes_bound(work, tables)
+        return self._passes[key] + self.cost.updates_bound(work)
 
     def _in_order(self) -> Iterator[Candidate]:
         """Candidates that fit, in the order of their bounds; a plan is looked at when it is its turn."""
@@ -254,30 +258,45 @@ class _Search:
             self.timed[candidate.plan] = replace(candidate, step_seconds=seconds, exact=True)
         return self.timed[candidate.plan]
 
-    def _resplit(self, timed: Candidate, near: bool) -> Candidate:
-        """With the best of all splits, or, if it is near enough to the best plan, of those that lead there."""
+    def _least(self, candidate: Candidate) -> float:
+        """Seconds that it takes at least, with its split."""
+        if candidate.exact:
+            return candidate.step_seconds
+        work = RankWork.of(self.config, candidate.plan, self.given)
+        tables = self._tables_of(work)
+        return sum(self.cost.step_terms(work, candidate.plan.layers, tables, on_paper=False).values())
+
+    def _few_splits(self, plan: Plan) -> bool:
+        return math.comb(self.config.layers - 1, plan.num_stages - 1) <= FEW_SPLITS
+
+    def _resplit(self, timed: Candidate, most: float) -> Candidate:
+        """With the best of all splits that may take no longer than ``most``, or, if this one is near that, of those to
+        which moves of a layer lead."""
         plan, num_layers = timed.plan, self.config.layers
         work = RankWork.of(self.config, plan, self.given)
         tables, memory = self._tables_of(work), self._memory(work)
-        if math.comb(num_layers - 1, plan.num_stages - 1) <= FEW_SPLITS:
+        if self._few_splits(plan):
             cuts = combinations(range(1, num_layers), plan.num_stages - 1)
             splits = [tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in cuts]
-            return min((timed, *self._runs(work, splits, tables, memory)), key=_rank)
-        while near:
-            nearest = list(islice(self._runs(work, moves(plan.layers), tables, memory), MOST_MOVES))
-            better = min((timed, *nearest), key=_rank)
+            return min((timed, *self._runs(work, splits, tables, memory, most)), key=_rank)
+        while timed.step_seconds <= NEAR * most:
+            limit = min(most, timed.step_seconds)
+            runs = self._runs(work, moves(timed.plan.layers), tables, memory, limit)
+            better = min((timed, *islice(runs, MOST_MOVES)), key=_rank)
             if better is timed:
                 break
-            timed, plan = better, better.plan
+            timed = better
         return timed
 
     def _runs(
-        self, work: RankWork, splits: Iterable[tuple[int, ...]], tables: StageTables, memory: Floats
+        self, work: RankWork, splits: Iterable[tuple[int, ...]], tables: StageTables, memory: Floats, most: float
     ) -> Iterator[Candidate]:
-        """On paper, with those splits that fit."""
+        """On paper, with those splits that fit and may not take longer than ``most``."""
         for split in splits:
             candidate = self._candidate(work, split, memory, 0.0)
-            if candidate.pruned is None:
+            if candidate.pruned is not None:
+                continue
+            if sum(self.cost.step_terms(work, split, tables, on_paper=False).values()) <= most * (1 + 1e-9):
                 seconds = sum(self.cost.step_terms(work, split, tables).values())
                 yield replace(candidate, step_seconds=seconds, exact=True)
 
@@ -308,7 +327,7 @@ class _Search:
             work = RankWork.of(self.config, replace(plan, shares=shares), self.given)
             found = replace(self._candidate(work, plan.layers, self._memory(work), math.inf), exact=False)
             if found.pruned is None:
-                found = self._resplit(self.exactly(found), near=True)
+                found = self._resplit(self.exactly(found), math.inf)
             if best is not None and _rank(found) >= _rank(best):
                 return best
             best, plan = found, found.plan
@@ -408,10 +427,8 @@ def _why_nothing_fits(
         plan = lightest.plan
         return (
             f"no plan of {world_size} processes fits {gib(limits.min())} with {HEADROOM:.0%} headroom: the lightest, "
-            f"pp={plan.pp} cp={plan.cp} dp={plan.dp} layers={list(plan.layers)} num_microbatches="
-            f"{plan.num_microbatches} {plan.schedule}{' checkpoint' if plan.checkpoint else ''}, needs "
-            f"{gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the batch size "
-            f"({given.batch_sequences} sequences), or raise the limit"
+            f"{plan}, needs {gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the "
+            f"batch size ({given.batch_sequences} sequences), or raise the limit"
         )
     reasons = {
         "batch": f"dp * num_microbatches must be at most the batch of {given.batch_sequences} sequences",

@@ -146,6 +146,16 @@ def pipeline_seconds(
     return timeline.seconds, np.asarray(timeline.rank_ends)
 
 
+def pipeline_least(plan: Plan, forward: Floats, backward: Floats, wires: Sequence[Wire]) -> tuple[float, Floats]:
+    """What ``pipeline_seconds`` gives at least, in closed form: a rank begins when the first micro-batch has come
+    through the stages before it, works on all of them, and the last one goes back through those stages."""
+    pp = plan.pp
+    on_wires = np.array([max(0.0, wire.seconds - wire.burst) + wire.latency for wire in wires[: pp - 1]])
+    before, after = (np.concatenate([[0.0], np.cumsum(way[: pp - 1] + on_wires)]) for way in (forward, backward))
+    ends = before + plan.num_microbatches * (forward + backward).reshape(-1, pp).sum(axis=0)
+    return float((ends + after).max()), ends
+
+
 def pipeline_bound(
     plan: Plan, tables: StageTables, num_layers: int, wires: Sequence[Wire], layers: Sequence[int] = ()
 ) -> float:
@@ -155,8 +165,8 @@ def pipeline_bound(
     A rank works on all micro-batches after the first one has come through the stages before it, and the last one goes
     back through them: most evenly spread, the work of the ranks falls by 1 - 1 / K from one to the next. With several
     stages a rank, these are its first ones, of a layer each at least, and all ranks together work for a known time. A
-    layer is on one rank, so that the busiest has at least what it has where all are as even as can be; and a micro-batch passes all stages and wires, of which the slowest has the others to send
-    before it.
+    layer is on one rank, so that the busiest has at least what it has where all are as even as can be; and a
+    micro-batch passes all stages and wires, of which the slowest has the others to send before it.
     GPipe's ranks all go forward first, so that the others follow the first micro-batch in the time of the slowest stage
     each way, of which ``layers`` make the least.
 
@@ -181,7 +191,7 @@ def pipeline_bound(
         if layers:
             both = float(sum(way.max() for way in tables.stages(layers)))
         return passes + latest + max((num - 1) * both, 2 * slowest)
-    most = num * _most_even(tables, num_layers, plan)
+    most = num * tables.most_even(num_layers, plan.pp)
     if plan.stages_per_rank > 1:
         first, layer, _ = seconds[:, 1].tolist()
         before = np.cumsum([ways[wire] + (layer if i else first) for i, wire in enumerate(wires[: plan.pp - 1])])
@@ -189,13 +199,3 @@ def pipeline_bound(
     else:
         most = max(most, passes / (1 - (1 - 1 / num) ** plan.pp))
     return max(most, passes + latest + slowest)
-
-
-def _most_even(tables: StageTables, num_layers: int, plan: Plan) -> float:
-    """Seconds of a micro-batch on the busiest rank, where it is least busy."""
-    ends = tables.seconds[:, 1 : num_layers + 1]
-    levels = np.sort(ends, axis=None)
-    first, middle, last = (np.searchsorted(row, levels * (1 + 1e-12), side="right") for row in ends)
-    room = first + last + (plan.pp - 2) * middle
-    enough = (np.minimum(np.minimum(first, last), middle if plan.pp > 2 else first) > 0) & (room >= num_layers)
-    return float(levels[enough.argmax()])

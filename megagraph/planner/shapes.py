@@ -12,6 +12,7 @@ from megagraph.planner.plan import Across, Plan
 from megagraph.planner.workload import Workload
 
 MAX_MICROBATCHES = 64
+STAGES_PER_RANK = (2, 3, 4)  # under the interleaved schedule
 
 
 def shapes(
@@ -21,8 +22,7 @@ def shapes(
     fixed: Mapping[str, Any],
     mappings: Sequence[Across] = ("pp",),
 ) -> Iterator[Plan]:
-    """Every plan but for its layers, laid out over nodes in these ways."""
-    shard = bool(fixed.get("shard", False))
+    """Every plan but for its layers, laid out over nodes in these ways; replicated, and right after it sharded."""
     for pp in divisors(world_size):
         for cp in divisors(world_size // pp):
             dp = world_size // pp // cp
@@ -31,33 +31,42 @@ def shapes(
             possible = {"ring": True, "allgather": True, "halo": given.pairs > 0, "ulysses": config.heads % cp == 0}
             ways = tuple(way for way, can in possible.items() if can) if cp > 1 else ("ring",)
             laid_out = mappings if min(pp, dp) > 1 else ("pp",)
+            shards = (bool(fixed["shard"]),) if "shard" in fixed else (False, True) if cp * dp > 1 else (False,)
+            local_batch = max(given.batch_sequences // dp, 1)
             for comm, across, checkpoint in product(ways, laid_out, (False, True)):
-                base: dict[str, Any] = dict(
-                    pp=pp, cp=cp, dp=dp, comm=comm, across=across, checkpoint=checkpoint, shard=shard
-                )
-                asked = fixed.get("schedule")
-                yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1), asked)
+                base: dict[str, Any] = dict(pp=pp, cp=cp, dp=dp, comm=comm, across=across, checkpoint=checkpoint)
+                for schedule in _schedules(pp, config.layers, local_batch, fixed.get("schedule")):
+                    # zero-bubble over several replicas needs shards, and computes no layer again
+                    split = schedule.get("schedule") == "zero_bubble"
+                    if not (split and checkpoint):
+                        yield from (
+                            Plan(**base, **schedule, shard=shard)
+                            for shard in shards
+                            if shard or not split or cp * dp == 1
+                        )
 
 
-def _schedules(base: dict[str, Any], num_layers: int, local_batch: int, asked: str | None) -> Iterator[Plan]:
-    pp = base["pp"]
-    yield Plan(**base, num_microbatches=1)
+def _schedules(pp: int, num_layers: int, local_batch: int, asked: str | None) -> Iterator[dict[str, Any]]:
+    """How micro-batches go through a pipeline, as fields of a plan."""
+    yield dict(num_microbatches=1)
     if pp > num_layers:
         return
     for num in divisors(local_batch):
         if not 1 < num <= MAX_MICROBATCHES:
             continue
-        yield Plan(**base, num_microbatches=num)
+        yield dict(num_microbatches=num)
         if pp == 1:
             continue
         if num >= pp:
-            yield Plan(**base, num_microbatches=num, schedule="1f1b")
-        if num % pp == 0 and 2 * pp <= num_layers:
-            yield Plan(**base, num_microbatches=num, schedule="interleaved", stages_per_rank=2)
+            yield dict(num_microbatches=num, schedule="1f1b")
+        if num % pp:
+            continue
+        for per_rank in STAGES_PER_RANK:
+            if per_rank * pp <= num_layers:
+                yield dict(num_microbatches=num, schedule="interleaved", stages_per_rank=per_rank)
         # on paper it runs like 1F1B with attention's backward pass twice: only for who asks for it
-        possible = not base["checkpoint"] and (base["shard"] or base["cp"] * base["dp"] == 1)
-        if asked == "zero_bubble" and num % pp == 0 and possible:
-            yield Plan(**base, num_microbatches=num, schedule="zero_bubble")
+        if asked == "zero_bubble":
+            yield dict(num_microbatches=num, schedule="zero_bubble")
 
 
 def divisors(number: int) -> list[int]:
