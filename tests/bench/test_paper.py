@@ -67,6 +67,8 @@ def test_a_quick_experiment_writes_its_own_rows_and_is_not_run_again(tmp_path):
         assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "cpu" / "step_losses.json").read_text())
     assert row["quick"] and row["generated"] and row["dataset"] == "cora" and row["difference"] < 1e-9
+    page = (tmp_path / "results.md").read_text()
+    assert "`cpu/step_losses.json`, 1 row, " in page and ", quick, generated\n\n| dataset | difference |" in page
     assert (tmp_path / "sources" / f"{row['sources']}.sha256").exists()
     assert (RESULTS / "cpu" / "step_losses.json").read_bytes() == before
     assert (
