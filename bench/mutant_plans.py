@@ -74,9 +74,9 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "no interleaved plan of one layer a stage",
-        "megagraph/planner/searching.py",
-        "if num % pp == 0 and 2 * pp <= num_layers:",
-        "if num % pp == 0 and 2 * pp < num_layers:",
+        "megagraph/planner/shapes.py",
+        "if per_rank * pp <= num_layers:",
+        "if per_rank * pp < num_layers:",
     ),
     Mutant(
         "ranks wait for a message that nobody sends",
@@ -86,7 +86,7 @@ PLANS_AND_SHARES = (
     ),
     Mutant(
         "rings of one rank gather",
-        "megagraph/planner/searching.py",
+        "megagraph/planner/shapes.py",
         'if cp > 1 else ("ring",)',
         'if cp >= 1 else ("ring",)',
     ),

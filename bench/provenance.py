@@ -57,6 +57,15 @@ def write_rows(
     return path
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Of a file: a list of rows, a row a line, a judgement, or a cost model with the origin of its rows."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    found = json.loads(text)
+    return found if isinstance(found, list) else [found.get("origin", {}) | found]
+
+
 def append_row(name: str, row: Mapping[str, Any]) -> None:
     """Add a row to bench/results/cpu/NAME.jsonl, with its origin; several processes may do so at once."""
     path = RESULTS / "cpu" / f"{name}.jsonl"

@@ -1,4 +1,5 @@
-"""Which rows the code has left behind since: `python -m bench.stale`; with `--write` it lists all rows on docs/rows.md.
+"""Which rows the code has left behind since: `python -m bench.stale`; with `--write` it lists all rows on docs/rows.md,
+and makes docs/results.md of those of the paper's experiments.
 
 A row is left behind where a source that it names is another file now. `faults` is what the tests ask: rows without
 sources, but for those that the page lists from before there were any, rows of a changed checkout, a list of sources or
@@ -17,7 +18,8 @@ from typing import Annotated, Any
 import tyro
 
 from bench import figures
-from bench.provenance import ROOT, changed, listing, sha256
+from bench.paper.page import page as results_page
+from bench.provenance import ROOT, changed, listing, rows_of, sha256
 
 ASKED = ("device", "python", "torch", "commit", "date")  # of a row that was measured
 BEFORE = "## Measured before rows named their sources"
@@ -47,15 +49,6 @@ sources.
 {{before}}
 """
 FROZEN = re.compile(r"^\| (\S+) \|.*\| ([0-9a-f]{16}) \|$", re.MULTILINE)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Of a file: a list of rows, a row a line, a judgement, or a cost model with the origin of its rows."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        return [json.loads(line) for line in text.splitlines()]
-    found = json.loads(text)
-    return found if isinstance(found, list) else [found.get("origin", {}) | found]
 
 
 def row_files(results: Path) -> dict[str, list[dict[str, Any]]]:
@@ -123,6 +116,8 @@ def faults(root: Path = ROOT) -> list[str]:
     if not missing and written != (expected := page(root, frozen)):
         other = sorted(set(expected.splitlines()) ^ set(written.splitlines()))
         found.append("\n".join(["docs/rows.md: run python -m bench.stale --write, as these lines differ:", *other]))
+    if results_page(results, "../bench/results") != (root / "docs" / "results.md").read_text(encoding="utf-8"):
+        found.append("docs/results.md: run python -m bench.stale --write, as its rows say something else")
     return list(dict.fromkeys(found)) + figures.wrong(root)
 
 
@@ -158,7 +153,7 @@ def _table(*head: str, lines: list[str]) -> str:
 
 
 def write(root: Path) -> None:
-    """docs/rows.md, and delete lists of sources that no row names."""
+    """docs/rows.md and results.md, and delete lists of sources that no row names."""
     results, path = root / "bench" / "results", root / "docs" / "rows.md"
     used = {row["sources"] for rows in row_files(results).values() for row in rows if "sources" in row}
     for listed in (results / "sources").glob("*"):
@@ -166,13 +161,14 @@ def write(root: Path) -> None:
             listed.unlink()
     frozen = _frozen(path.read_text(encoding="utf-8")) if path.exists() else None
     path.write_text(page(root, frozen), encoding="utf-8")
+    (root / "docs" / "results.md").write_text(results_page(results, "../bench/results"), encoding="utf-8")
 
 
 def main(write_page: Annotated[bool, tyro.conf.arg(name="write")] = False) -> None:
     """Print which rows are left behind, and what is wrong.
 
     Args:
-        write_page: docs/rows.md, and delete lists of sources that no row names.
+        write_page: docs/rows.md and results.md, and delete lists of sources that no row names.
     """
     if write_page:
         write(ROOT)

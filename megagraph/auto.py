@@ -27,7 +27,9 @@ from megagraph.planner.workload import Workload
 from megagraph.progress import log
 
 CACHE = Path.home() / ".cache" / "megagraph"
-_FIXED = {name: name for name in ("schedule", "across", "checkpoint", "comm")} | {"num_microbatches": "microbatches"}
+_FIXED = {name: name for name in ("schedule", "across", "checkpoint", "comm", "shard")} | {
+    "num_microbatches": "microbatches"
+}
 
 
 def measure(
@@ -114,7 +116,6 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
     for name, field in _FIXED.items():
         if getattr(config, field) != getattr(default, field):
             fixed[name] = getattr(config, field)
-    fixed["shard"] = config.shard
     given = math.inf if config.memory_gib is None else config.memory_gib * 2**30
     # the program may be larger on one rank
     limit = min(all_gather(on_every_rank(lambda: memory_bytes(device, given))))

@@ -189,7 +189,8 @@ class TrainConfig:
     checkpoint: bool = False
     """Keep the input of every layer only, and compute the rest again for the backward pass."""
     shard: bool = False
-    """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP)."""
+    """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP). --plan auto does
+    where it is faster, or nothing else fits."""
     trace: bool = False
     """Trace the third to fifth step into RUN/trace/rank-0.json.gz, ... (for Perfetto and megagraph plot timeline)."""
     tensorboard: bool = False

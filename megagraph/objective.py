@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import mannwhitneyu
 from torch import Tensor, nn
 
 from megagraph.data.graph import Graph, Split
@@ -90,6 +89,8 @@ def roc_auc(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) ->
     def of(scores: np.ndarray, positive: np.ndarray) -> float | None:
         if positive.all() or not positive.any():
             return None
+        from scipy.stats import mannwhitneyu  # slow to import, and few runs ask for it
+
         scores = scores.astype(np.float64)
         wins = mannwhitneyu(scores[positive], scores[~positive], method="asymptotic").statistic
         return float(wins / (positive.sum() * (~positive).sum()))

@@ -36,9 +36,13 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
+    """One worker of xdist starts the processes of tests/ranks.py, and one makes what the tests of a module share."""
     for item in items:
-        if "ranks" in item.function.__code__.co_names:  # one worker of xdist starts the processes of tests/ranks.py
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if "ranks" in item.function.__code__.co_names:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif any(found[-1].scope == "module" for found in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_the_search_keeps_what_is_given(rows, given, monkeypatch, caplog):
     assert all(getattr(best.plan, names.get(name, name)) == value for name, value in given.items())
     cost = mg.planner.fit(rows)
     fixed = {names.get(name, name): value for name, value in given.items()}
-    expected = mg.planner.search(cost, cost.model, 4, 64 * 2**30, fixed={"shard": False} | fixed).best
+    expected = mg.planner.search(cost, cost.model, 4, 64 * 2**30, fixed=fixed).best
     assert best == expected
     assert f"plan: {best.plan}; predicted" in caplog.text
 
@@ -106,7 +106,7 @@ def test_every_candidate_of_a_search_comes_back_too(rows):
 
 def test_nothing_fits(rows, monkeypatch):
     monkeypatch.setattr(auto, "world_size", lambda: 4)
-    monkeypatch.setattr(auto, "memory_bytes", lambda device, given: 0.01 * 2**30)
+    monkeypatch.setattr(auto, "memory_bytes", lambda device, given: 0.005 * 2**30)
     with pytest.raises(mg.planner.NoFeasiblePlan, match=r"no plan of 4 processes fits 0\.01 GiB"):
         auto.choose(mg.TrainConfig(plan="auto"), rows, CPU)
 
@@ -124,7 +124,7 @@ def test_what_a_process_may_take_is_less_the_program_itself(tmp_path, monkeypatc
     monkeypatch.setattr(auto, "_group_limit", lambda: float(4 * (program + 2**29)))
     assert auto.memory_bytes(CPU) == pytest.approx(2**29, abs=slack)
     with pytest.raises(ValueError, match=r"more than the \d\.\d\d GiB that it takes already, got 0\.01 GiB"):
-        auto.memory_bytes(CPU, 0.01 * 2**30)
+        auto.memory_bytes(CPU, 0.005 * 2**30)
 
 
 def test_limits_of_control_groups(tmp_path):

@@ -6,7 +6,8 @@
 
 An experiment whose rows are all of the sources that are there now is not run again, so that a command that was stopped
 goes on with the next one; `--again` runs it all the same. Each is a module here, with its settings in its text; quick
-ones are small (`sized` in `bench/provenance.py`), their rows say so (`quick`), and they never go to bench/results.
+ones are small (`sized` in `bench/provenance.py`), their rows say so (`quick`), and they never go to bench/results;
+FOLDER/results.md shows them. That of the full rows is docs/results.md (`python -m bench.stale --write`).
 Without `--root`, quick ones take generated graphs of the same shape and say that, too (`generated`).
 """
 
@@ -16,90 +17,15 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from bench.paper import raw_files
-from bench.provenance import RESULTS, ROOT, changed
-from bench.stale import rows_of
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """Commands of modules here; ROOT is the folder of the data, WORK one of large files. Rows are patterns of files."""
-
-    what: str
-    rows: tuple[str, ...]
-    commands: tuple[str, ...]
-    quick: tuple[str, ...] | None = None  # where these are other commands
-
-    @property
-    def data(self) -> bool:
-        return any("ROOT" in command for command in self.commands)
-
-
-PRODUCTS = ("generate", "propagation", "metis", "train", "first-step", "full")
-EXPERIMENTS = {
-    "accuracy": Experiment(
-        "accuracy on real graphs, all systems tuned alike",
-        ("cpu/accuracy/*.jsonl",),
-        ("accuracy run --root ROOT --minutes 100_000", "accuracy table"),
-    ),
-    "epoch": Experiment(
-        "a training epoch beside eager ANS-GT",
-        ("*/epoch_time/*.json",),
-        ("epoch_time --dataset citeseer --root ROOT",),
-        ("epoch_time --dataset cora --root ROOT",),
-    ),
-    "memory": Experiment("memory and time of a deep step beside it", ("cpu/step_memory.json",), ("step_memory steps",)),
-    "losses": Experiment(
-        "losses of both on the same batches", ("cpu/step_losses.json",), ("step_memory losses --root ROOT",)
-    ),
-    "depth": Experiment(
-        "accuracy and memory against depth",
-        ("cpu/depth/series.json", "cpu/depth/paper.json"),
-        ("depth series --root ROOT", "depth paper --root ROOT"),
-    ),
-    "sequence-memory": Experiment(
-        "bias and activations of ranks that share a sequence",
-        ("cpu/plan_memory/sequence.json",),
-        ("plan_memory sequence",),
-    ),
-    "ablation": Experiment(
-        "memory with recomputation, pp, cp, sharding, 16 bits",
-        ("cpu/plan_memory/ablation.json",),
-        ("plan_memory ablation",),
-    ),
-    "cost-model": Experiment(
-        "the 216 configurations",
-        ("*/cost_model*/memory.json", "*/cost_model*/time.json"),
-        ("cost_model memory", "cost_model time", "cost_model judge"),
-        ("cost_model memory --subset", "cost_model time --subset", "cost_model judge --subset"),
-    ),
-    "stages": Experiment("uneven pipeline stages", ("cpu/pipeline_stages/stages.json",), ("pipeline_stages",)),
-    "heavy-stages": Experiment(
-        "the same with a heavy first one", ("cpu/pipeline_stages/heavy.json",), ("pipeline_stages --heavy",)
-    ),
-    **{
-        f"products-{step}": Experiment(
-            "a graph of the size of ogbn-products" if step == "generate" else "that graph",
-            (f"*/products_size/{step}.json",),
-            (f"products_size --folder WORK/products --step {step}",),
-        )
-        for step in PRODUCTS
-    },
-    "whole-graphs": Experiment(
-        "real graphs as one sequence each", ("cpu/whole_graphs/*.json",), ("whole_graphs --root ROOT",)
-    ),
-    "plans": Experiment("plans of two processes, predicted and trained", ("cpu/real_plans/p*.json",), ("real_plans",)),
-    "cluster": Experiment(
-        "the same on hosts that a slow link joins", ("cpu/cluster/2*.json",), ("cluster run", "cluster judge")
-    ),
-    "pareto": Experiment("all plans of four processes, and what some took", ("cpu/pareto/p*.json",), ("pareto run",)),
-}
+from bench.paper.experiments import EXPERIMENTS, Experiment
+from bench.paper.page import QUICK, page
+from bench.provenance import RESULTS, ROOT, changed, rows_of
 
 
 def done(experiment: Experiment, out: Path) -> bool:
@@ -164,6 +90,9 @@ def main(
                 failed.append(name)
                 break
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+    if quick:
+        (out / "results.md").write_text(page(out, ".", QUICK), encoding="utf-8")
+        print(out / "results.md")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

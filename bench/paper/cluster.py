@@ -1,7 +1,8 @@
 """Plans on hosts that a slow link joins, predicted from a profile and then trained: do predictions hold beyond a host?
 
     python -m bench.paper.cluster run [--beds NAMES]     # as root; trains the beds that have no rows yet
-    python -m bench.paper.cluster judge                  # from the rows: a verdict a bed, and plans.svg
+    python -m bench.paper.cluster judge                  # from the rows: a verdict a bed, plans.svg, and what the code
+                                                         # at hand predicts and chooses from the beds' profiles
 
 A bed (``bench/network.py``) is two hosts whose link is shaped, and processes that each have a fixed share of a core. On
 it all processes profile as ``megagraph profile`` does, without a loader; rank 0 fits, predicts every plan of the list,
@@ -33,8 +34,8 @@ from bench.paper import real_plans
 from bench.paper.real_plans import Bench, predict
 from bench.provenance import RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, save
-from megagraph import auto
-from megagraph.planner import fit, search
+from megagraph import auto, files
+from megagraph.planner import CostModel, fit, search
 from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
 
@@ -74,6 +75,7 @@ FOUR = (
 ROUNDS, MOST_ROUNDS = sized((4, 10), quick=(2, 2))
 AGREE, TIMEOUT = 0.9, 7200.0
 CORRELATION, REGRET, MAPE, SPAN = 0.9, 1.1, 0.15, 2.0
+PLENTY = 2.0**36  # bytes, of which these plans need a hundredth
 FOLDER = RESULTS / "cpu" / "cluster"
 
 
@@ -108,9 +110,7 @@ def worker(name: tyro.conf.Positional[str]) -> None:
     chosen: list[Any] = [None, None]
     if rank == 0:
         cost = fit(profiled)
-        limit = auto.memory_bytes(real_plans.DEVICE)
-        best = search(cost, cost.profiled()[0], bed.ranks, limit).best.plan
-        best = replace(best, layers=best.layers if best.pp > 1 else ())  # as the lists have it
+        best = choose(cost, bed, auto.memory_bytes(real_plans.DEVICE))
         listed = TWO if bed.ranks == 2 else FOUR
         plans = listed if best in listed else (*listed, best)
         chosen = [plans, best]
@@ -134,6 +134,23 @@ def worker(name: tyro.conf.Positional[str]) -> None:
         print(verdict(rows)[0], flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def choose(cost: CostModel, bed: Bed, limit: float) -> Plan:
+    """What the search chooses, as the lists have it."""
+    best = search(cost, cost.profiled()[0], bed.ranks, limit).best.plan
+    return replace(best, layers=best.layers if best.pp > 1 else ())
+
+
+def predicted_anew(name: str) -> list[dict[str, Any]]:
+    """The rows of a bed with what the code at hand predicts, and chooses, from the bed's profile."""
+    profiled, rows = (json.loads((FOLDER / f"{name}{part}.json").read_text("utf-8")) for part in ("-profile", ""))
+    cost = fit(profiled)
+    plans = tuple(files.typed(Plan, {key: row[key] for key in asdict(Plan())}, "a plan") for row in rows)
+    best = choose(cost, BEDS[name], PLENTY)
+    assert best in plans, f"nobody has measured what is chosen now, {best}"
+    anew = zip(rows, predict(cost, plans), plans, strict=True)
+    return [row | predicted | {"chosen": plan == best} for row, predicted, plan in anew]
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
@@ -170,6 +187,8 @@ def judge() -> None:
         rows = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         text, found[name] = verdict(rows)
         print(text)
+        anew = verdict(predicted_anew(name))[1]
+        print("  predicted anew:", ", ".join(f"{what} {value:.3f}" for what, value in list(anew.items())[2:]))
         first = first or rows[0]
         points = [(np.median(row["measured_seconds"]), row["predicted_seconds"]) for row in rows]
         axes.plot(*zip(*points, strict=True), ".", label=name)

@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     def unpadded(cls, padding: Tensor) -> Rows:
         """Those that are not padding, bool [B, N]."""
         kept = ~padding.numpy()
-        slot = np.nonzero(kept)[1]
+        slot = np.ascontiguousarray(np.nonzero(kept)[1])  # a view would be a type of its own, compiled once more
         return cls(np.concatenate([[0], kept.sum(axis=1).cumsum()]), slot, slot)
 
     def packed(self) -> Rows:

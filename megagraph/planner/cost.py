@@ -22,7 +22,7 @@ from megagraph.models.config import ModelConfig
 from megagraph.planner.links import Links, ranks_of
 from megagraph.planner.memory import shared_bytes, stage_bytes
 from megagraph.planner.plan import Across, Plan
-from megagraph.planner.seconds import pipeline_bound, pipeline_seconds, stage_tables
+from megagraph.planner.seconds import pipeline_bound, pipeline_least, pipeline_seconds, stage_tables
 from megagraph.planner.simulate import Timeline, simulate
 from megagraph.planner.split import Floats, StageTables
 from megagraph.planner.terms import dot, optimizer_terms, stage_parameters
@@ -217,14 +217,16 @@ class CostModel:
             seconds = {way: {name: slowness * x for name, x in rates.items()} for way, rates in seconds.items()}
         return stage_tables(seconds, self._links, work)
 
-    def step_terms(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> dict[str, float]:
-        """``explain`` from the seconds of stages."""
+    def step_terms(
+        self, work: RankWork, layers: Sequence[int], tables: StageTables, *, on_paper: bool = True
+    ) -> dict[str, float]:
+        """``explain`` from the seconds of stages; what it gives at least, where the pipeline does not run on paper."""
         plan = work.plan
         passes = []
         for sequences, slowness in self._different_replicas(work):
             largest = sequences == work.batch_sequences
             own = work if largest else work.of_sequences(sequences)
-            passes.append(self._passes(own, layers, tables if largest else self.stage_tables(own), slowness))
+            passes.append(self._passes(own, layers, tables if largest else self.stage_tables(own), slowness, on_paper))
         compute, pipeline = (max(seconds) for seconds in list(zip(*passes, strict=True))[:2])
         ends = np.max([ends for *_, ends in passes], axis=0)
         parameters = stage_parameters(work.config, layers, work.codes).reshape(-1, plan.pp).sum(axis=0)
@@ -255,12 +257,20 @@ class CostModel:
         return {(work.batch_sequences, plan.pp * (1.0,))}  # a search asks this of plans with thousands of replicas
 
     def _passes(
-        self, work: RankWork, layers: Sequence[int], tables: StageTables, slowness: tuple[float, ...]
+        self,
+        work: RankWork,
+        layers: Sequence[int],
+        tables: StageTables,
+        slowness: tuple[float, ...],
+        on_paper: bool = True,
     ) -> tuple[float, float, Floats]:
         """Seconds of a replica: its slowest rank computes, the whole pipeline, and when each rank is done."""
         plan = work.plan
         forward, backward = self._stages(work, layers, tables, slowness)
-        seconds, ends = pipeline_seconds(plan, forward, backward, **self._ways(work))
+        if on_paper:
+            seconds, ends = pipeline_seconds(plan, forward, backward, **self._ways(work))
+        else:
+            seconds, ends = pipeline_least(plan, forward, backward, self._links.boundaries(plan, work.hidden_bytes))
         compute = plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
         return compute, seconds, ends
 
@@ -329,19 +339,27 @@ class CostModel:
         """Whether the replicas of a plan were measured to be of unequal speed."""
         return plan.dp > 1 and self.knows_ranks(plan) and len(set(self._slowness(plan))) > 1
 
-    def step_bound(self, work: RankWork, layers: Sequence[int], tables: StageTables) -> float:
-        """Seconds of a step at least, however the layers are split; ``layers``: the split of least GPipe time."""
+    def step_bound(self, work: RankWork, tables: StageTables, layers: Sequence[int] = ()) -> float:
+        """Seconds of a step at least, however the layers are split; closer under GPipe with its split of least time."""
+        return self.passes_bound(work, tables, layers) + self.updates_bound(work)
+
+    def passes_bound(self, work: RankWork, tables: StageTables, layers: Sequence[int] = ()) -> float:
+        """The passes and the sum of gradients of it, whether or not parameters are sharded."""
         plan = work.plan
         fastest = min(self.slowness) if self.knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
-        pipeline = pipeline_bound(plan, tables, layers, self._links.boundaries(plan, work.hidden_bytes))
+        wires = self._links.boundaries(plan, work.hidden_bytes)
         first, whole = _parameters(work.config, work.codes)
-        most = whole / plan.pp
         calls, per_byte = self._links.all_reduce(plan)
         # the last micro-batch comes back to the first stage, which has a layer at least
-        reduced = calls + per_byte * work.sum_bytes * (first if plan.pp > 1 else most)
-        others = self._sharding(work, math.ceil(work.config.layers / len(layers)), most) + self._optimizer(work, most)
-        return pipeline + reduced + others + self.stall_seconds
+        reduced = calls + per_byte * work.sum_bytes * (first if plan.pp > 1 else whole)
+        return pipeline_bound(plan, tables, work.config.layers, wires, layers) + reduced
+
+    def updates_bound(self, work: RankWork) -> float:
+        """The rest of it."""
+        most = _parameters(work.config, work.codes)[1] / work.plan.pp
+        sharding = self._sharding(work, math.ceil(work.config.layers / work.plan.num_stages), most)
+        return sharding + self._optimizer(work, most) + self.stall_seconds
 
     def mappings(self, world_size: int) -> tuple[Across, ...]:
         """Ways to lay a plan of so many ranks out that may differ: over nodes, and over ranks of unequal speed."""

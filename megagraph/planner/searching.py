@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import combinations, islice, pairwise, product
+from itertools import combinations, count, islice, pairwise
 from operator import itemgetter
 from typing import Any, get_args
 
@@ -21,13 +21,13 @@ from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
 from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_totals
 from megagraph.planner.plan import Across, Plan
+from megagraph.planner.shapes import shapes
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib, lightest_split, moves
 from megagraph.planner.terms import stage_parameters
 from megagraph.planner.workload import RankWork, Workload
 
 KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fused step
 HEADROOM = 0.08  # of the memory limit, left for what the model does not know
-MAX_MICROBATCHES = 64
 FEW_SPLITS = 64  # of the layers, of which all are run on paper
 MOST_MOVES, NEAR = 12, 1.1  # runs on paper to find a better split of a plan that is not slower than the best by more
 MAX_PROCESSES = 1 << 20
@@ -55,11 +55,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, and all of them, fastest first; what [megagraph.planner.search][] gives."""
+    """The best candidate, and all of them; what [megagraph.planner.search][] gives."""
 
     best: Candidate
-    candidates: list[Candidate]
-    _exactly: Callable[[Candidate], Candidate]
+    _found: _Search
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """All of them, fastest first; looks at those that the search could leave out."""
+        return self._found.everything(self.best)
 
     @cached_property
     def pareto(self) -> list[Candidate]:
@@ -74,7 +78,7 @@ class SearchResult:
             while later and later[0][0] <= candidate.step_seconds:
                 least = min(least, heappop(later)[1])
             if candidate.peak_bytes < least:
-                timed.append(self._exactly(candidate))
+                timed.append(self._found.exactly(candidate))
                 heappush(later, (timed[-1].step_seconds, timed[-1].peak_bytes))
         front: list[Candidate] = []
         for candidate in sorted(timed, key=_rank):
@@ -109,11 +113,12 @@ def search(
     """The plan of least step time for ``world_size`` processes that each may use ``memory_limit_bytes``, the same or
     one for every rank.
 
-    Every (pp, cp, dp, K, schedule, checkpoint, comm) with pp * cp * dp = W is a candidate, and again with the layer
-    split of least memory; halos, where pairs are listed; ulysses, where cp divides the heads; and, over nodes or ranks
-    that differ, with stages or replicas ``across``. They run on paper in the order of a closed form that no split of
-    theirs is faster than, until that is above the best of them: with the split of least GPipe time, then with every
-    split where these are few (``FEW_SPLITS``), else with those that move a layer and make it faster.
+    Every (pp, cp, dp, K, schedule, checkpoint, shard, comm) with pp * cp * dp = W is a candidate, and again with the
+    layer split of least memory; 2 to 4 stages a rank; halos, where pairs are listed; ulysses, where cp divides the
+    heads; and, over nodes or ranks that differ, with stages or replicas ``across``. In the order of a closed form that
+    no split of theirs is faster than, until that is above the best of them, their splits are found and run on paper:
+    the one of least GPipe time, then every split where these are few (``FEW_SPLITS``), else those that move a layer
+    and make it faster.
     Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
     asks for it.
 
@@ -155,27 +160,17 @@ def search(
     if not set(fixed) <= set(known):
         raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
     mappings = cost.mappings(world_size) if len(limits) == 1 else get_args(Across)
-    found = _Search(cost, model_config, given, limits, strict)
     wanted = [
         plan
         for plan in shapes(model_config, world_size, given, fixed, mappings)
         if all(getattr(plan, name, value) == value for name, value in fixed.items())
     ]
-    candidates = [candidate for plan in wanted for candidate in found.candidates(plan)]
-    ranked = sorted(((_rank(candidate), candidate) for candidate in candidates), key=itemgetter(0))
-    possible = [candidate for _, candidate in ranked if candidate.pruned is None]
-    if not possible:
-        raise NoFeasiblePlan(_why_nothing_fits(candidates, world_size, limits, given, model_config))
-    best = found.best_of(possible)
+    found = _Search(cost, model_config, given, limits, strict, wanted)
+    best = found.best()
+    if best is None:
+        raise NoFeasiblePlan(_why_nothing_fits(found.everything(), world_size, limits, given, model_config))
     chosen = replace(best, extrapolated=tuple(cost.extrapolated(model_config, best.plan, given)))
-    for place, (_, candidate) in enumerate(ranked):
-        timed = found.timed.get(candidate.plan, candidate)
-        if timed is best:
-            timed = chosen
-        if timed is not candidate:
-            ranked[place] = _rank(timed), timed
-    candidates = [candidate for _, candidate in sorted(ranked, key=itemgetter(0))]
-    return SearchResult(chosen, candidates, found.exactly)
+    return SearchResult(chosen, found)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float, int]:
@@ -184,134 +179,135 @@ def _rank(candidate: Candidate) -> tuple[bool, float, float, int]:
     return candidate.pruned is not None, seconds, candidate.peak_bytes, candidate.plan.num_stages
 
 
-def divisors(number: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return low + [number // d for d in reversed(low) if d * d != number]
-
-
-def shapes(
-    config: ModelConfig,
-    world_size: int,
-    given: Workload,
-    fixed: Mapping[str, Any],
-    mappings: Sequence[Across] = ("pp",),
-) -> Iterator[Plan]:
-    """Every plan but for its layers, laid out over nodes in these ways."""
-    shard = bool(fixed.get("shard", False))
-    for pp in divisors(world_size):
-        for cp in divisors(world_size // pp):
-            dp = world_size // pp // cp
-            if any(fixed.get(name, value) != value for name, value in (("pp", pp), ("cp", cp), ("dp", dp))):
-                continue
-            possible = {"ring": True, "allgather": True, "halo": given.pairs > 0, "ulysses": config.heads % cp == 0}
-            ways = tuple(way for way, can in possible.items() if can) if cp > 1 else ("ring",)
-            laid_out = mappings if min(pp, dp) > 1 else ("pp",)
-            for comm, across, checkpoint in product(ways, laid_out, (False, True)):
-                base: dict[str, Any] = dict(
-                    pp=pp, cp=cp, dp=dp, comm=comm, across=across, checkpoint=checkpoint, shard=shard
-                )
-                asked = fixed.get("schedule")
-                yield from _schedules(base, config.layers, max(given.batch_sequences // dp, 1), asked)
-
-
-def _schedules(base: dict[str, Any], num_layers: int, local_batch: int, asked: str | None) -> Iterator[Plan]:
-    pp = base["pp"]
-    yield Plan(**base, num_microbatches=1)
-    if pp > num_layers:
-        return
-    for num in divisors(local_batch):
-        if not 1 < num <= MAX_MICROBATCHES:
-            continue
-        yield Plan(**base, num_microbatches=num)
-        if pp == 1:
-            continue
-        if num >= pp:
-            yield Plan(**base, num_microbatches=num, schedule="1f1b")
-        if num % pp == 0 and 2 * pp <= num_layers:
-            yield Plan(**base, num_microbatches=num, schedule="interleaved", stages_per_rank=2)
-        # on paper it runs like 1F1B with attention's backward pass twice: only for who asks for it
-        possible = not base["checkpoint"] and (base["shard"] or base["cp"] * base["dp"] == 1)
-        if asked == "zero_bubble" and num % pp == 0 and possible:
-            yield Plan(**base, num_microbatches=num, schedule="zero_bubble")
-
-
 class _Search:
     """Candidates of one model on one machine; times are shared by plans that differ in their memory only."""
 
-    def __init__(self, cost: CostModel, config: ModelConfig, given: Workload, limits: Floats, strict: bool) -> None:
+    def __init__(
+        self, cost: CostModel, config: ModelConfig, given: Workload, limits: Floats, strict: bool, wanted: list[Plan]
+    ) -> None:
         self.cost, self.config, self.given, self.strict = cost, config, given, strict
         self.limits = limits * (1 - HEADROOM)
         self._tables: dict[tuple[Any, ...], StageTables] = {}
         self._loads: dict[int, tuple[Floats, Floats]] = {}  # layers of every stage, and their parameters
         self._kept: dict[tuple[int, int, str], Kept] = {}
+        self._passes: dict[tuple[Any, ...], float] = {}
         self._splits: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
+        self._found: list[Candidate] = []
+        self._left: list[tuple[float, RankWork]] = []  # to be looked at, the largest bound first
         self.timed: dict[Plan, Candidate] = {}
+        for plan in wanted:
+            reason = self._prune(plan)
+            if reason is None:
+                work = RankWork.of(config, plan, given)
+                self._left.append((self._bound(work), work))
+            else:
+                self._found.append(Candidate(plan=plan, pruned=reason))
+        self._left.sort(key=itemgetter(0), reverse=True)
 
-    def best_of(self, candidates: list[Candidate]) -> Candidate:
-        """The best of candidates in the order of their bounds."""
-        best, possible = candidates[0], list[tuple[Candidate, Candidate]]()
-        for bounded in candidates:
-            if possible and bounded.step_seconds > best.step_seconds * (1 + 1e-9):
-                break
-            possible.append((bounded, self._timed(bounded)))
-            best = min(best if best.exact else possible[-1][1], possible[-1][1], key=_rank)
+    def best(self) -> Candidate | None:
+        """The best of those that fit, by looking at the least bounds first."""
+        best, possible = None, list[tuple[Candidate, Candidate]]()
+        for bounded in self._in_order():
+            if best is not None:
+                if bounded.step_seconds > best.step_seconds * (1 + 1e-9):
+                    break
+                if not self._few_splits(bounded.plan) and self._least(bounded) > NEAR * best.step_seconds:
+                    continue
+            possible.append((bounded, self.exactly(bounded)))
+            best = min(filter(None, (best, possible[-1][1])), key=_rank)
         for bounded, timed in sorted(possible, key=lambda pair: _rank(pair[1])):
+            assert best is not None
             if bounded.step_seconds <= best.step_seconds and not bounded.lightest:
-                near = timed.step_seconds <= NEAR * best.step_seconds
-                self.timed[bounded.plan] = resplit = self._resplit(timed, near)
+                self.timed[bounded.plan] = resplit = self._resplit(timed, best.step_seconds)
                 best = min(best, resplit, key=_rank)
         return best
 
+    def _bound(self, work: RankWork) -> float:
+        plan, tables = work.plan, self._tables_of(work)
+        key = id(tables), plan.pp, plan.dp, plan.num_microbatches, plan.schedule, plan.stages_per_rank, plan.across
+        if key not in self._passes:
+            self._passes[key] = self.cost.passes_bound(work, tables)
+        return self._passes[key] + self.cost.updates_bound(work)
+
+    def _in_order(self) -> Iterator[Candidate]:
+        """Candidates that fit, in the order of their bounds; a plan is looked at when it is its turn."""
+        ready: list[tuple[float, int, Candidate]] = []
+        numbers = count()
+        while self._left or ready:
+            while self._left and not (ready and ready[0][0] < self._left[-1][0]):
+                for candidate in self._look_at(*self._left.pop()):
+                    if candidate.pruned is None:
+                        heappush(ready, (candidate.step_seconds, next(numbers), candidate))
+            if ready:
+                yield heappop(ready)[-1]
+
+    @_uncollected()
+    def everything(self, best: Candidate | None = None) -> list[Candidate]:
+        """All candidates, fastest first, with the seconds that are known; the best one as it is given."""
+        while self._left:
+            self._look_at(*self._left.pop())
+        known = (self.timed.get(candidate.plan, candidate) for candidate in self._found)
+        return sorted((best if best and candidate.plan == best.plan else candidate for candidate in known), key=_rank)
+
     def exactly(self, candidate: Candidate) -> Candidate:
         """The same with the time of a run on paper, with its split."""
-        return self.timed.get(candidate.plan) or self._timed(candidate)
-
-    def _timed(self, candidate: Candidate) -> Candidate:
-        if candidate.exact:
-            return candidate
         if candidate.plan not in self.timed:
-            seconds = self.cost.step_seconds(self.config, candidate.plan, self.given)
+            seconds = candidate.step_seconds
+            if not candidate.exact:
+                seconds = self.cost.step_seconds(self.config, candidate.plan, self.given)
             self.timed[candidate.plan] = replace(candidate, step_seconds=seconds, exact=True)
         return self.timed[candidate.plan]
 
-    def _resplit(self, timed: Candidate, near: bool) -> Candidate:
-        """With the best of all splits, or, if it is near enough to the best plan, of those that lead there."""
+    def _least(self, candidate: Candidate) -> float:
+        """Seconds that it takes at least, with its split."""
+        if candidate.exact:
+            return candidate.step_seconds
+        work = RankWork.of(self.config, candidate.plan, self.given)
+        tables = self._tables_of(work)
+        return sum(self.cost.step_terms(work, candidate.plan.layers, tables, on_paper=False).values())
+
+    def _few_splits(self, plan: Plan) -> bool:
+        return math.comb(self.config.layers - 1, plan.num_stages - 1) <= FEW_SPLITS
+
+    def _resplit(self, timed: Candidate, most: float) -> Candidate:
+        """With the best of all splits that may take no longer than ``most``, or, if this one is near that, of those to
+        which moves of a layer lead."""
         plan, num_layers = timed.plan, self.config.layers
         work = RankWork.of(self.config, plan, self.given)
         tables, memory = self._tables_of(work), self._memory(work)
-        if math.comb(num_layers - 1, plan.num_stages - 1) <= FEW_SPLITS:
+        if self._few_splits(plan):
             cuts = combinations(range(1, num_layers), plan.num_stages - 1)
             splits = [tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in cuts]
-            return min((timed, *self._runs(work, splits, tables, memory)), key=_rank)
-        while near:
-            nearest = list(islice(self._runs(work, moves(plan.layers), tables, memory), MOST_MOVES))
-            better = min((timed, *nearest), key=_rank)
+            return min((timed, *self._runs(work, splits, tables, memory, most)), key=_rank)
+        while timed.step_seconds <= NEAR * most:
+            limit = min(most, timed.step_seconds)
+            runs = self._runs(work, moves(timed.plan.layers), tables, memory, limit)
+            better = min((timed, *islice(runs, MOST_MOVES)), key=_rank)
             if better is timed:
                 break
-            timed, plan = better, better.plan
+            timed = better
         return timed
 
     def _runs(
-        self, work: RankWork, splits: Iterable[tuple[int, ...]], tables: StageTables, memory: Floats
+        self, work: RankWork, splits: Iterable[tuple[int, ...]], tables: StageTables, memory: Floats, most: float
     ) -> Iterator[Candidate]:
-        """On paper, with those splits that fit."""
+        """On paper, with those splits that fit and may not take longer than ``most``."""
         for split in splits:
             candidate = self._candidate(work, split, memory, 0.0)
-            if candidate.pruned is None:
+            if candidate.pruned is not None:
+                continue
+            if sum(self.cost.step_terms(work, split, tables, on_paper=False).values()) <= most * (1 + 1e-9):
                 seconds = sum(self.cost.step_terms(work, split, tables).values())
                 yield replace(candidate, step_seconds=seconds, exact=True)
 
-    def candidates(self, plan: Plan) -> list[Candidate]:
-        """The plan with its fastest split, and where that is another one with its lightest."""
-        reason = self._prune(plan)
-        if reason is not None:
-            return [Candidate(plan=plan, pruned=reason)]
-        work = RankWork.of(self.config, plan, self.given)
-        tables, memory = self._tables_of(work), self._memory(work)
+    def _look_at(self, bound: float, work: RankWork) -> list[Candidate]:
+        """A plan with its fastest split, and where that is another one with its lightest."""
+        plan, tables, memory = work.plan, self._tables_of(work), self._memory(work)
         taken = memory / self._room(plan)
         lightest = lightest_split(taken)
         fastest, free = self._fastest(work, tables, taken)
-        bound = self.cost.step_bound(work, free, tables)
+        if plan.schedule == "gpipe":  # whose bound knows the split
+            bound = max(bound, self.cost.step_bound(work, tables, free))
         found = [] if fastest is None else [self._candidate(work, fastest, memory, bound)]
         if lightest != fastest:
             if not self.cost.knows_ranks(plan):
@@ -319,6 +315,7 @@ class _Search:
             found.append(self._candidate(work, lightest, memory, bound, lightest=True))
         if found[0].pruned is None and not plan.shares and self.cost.unequal(plan):
             found.append(self._uneven(found[0]))
+        self._found += found
         return found
 
     def _uneven(self, even: Candidate) -> Candidate:
@@ -330,7 +327,7 @@ class _Search:
             work = RankWork.of(self.config, replace(plan, shares=shares), self.given)
             found = replace(self._candidate(work, plan.layers, self._memory(work), math.inf), exact=False)
             if found.pruned is None:
-                found = self._resplit(self._timed(found), near=True)
+                found = self._resplit(self.exactly(found), math.inf)
             if best is not None and _rank(found) >= _rank(best):
                 return best
             best, plan = found, found.plan
@@ -430,10 +427,8 @@ def _why_nothing_fits(
         plan = lightest.plan
         return (
             f"no plan of {world_size} processes fits {gib(limits.min())} with {HEADROOM:.0%} headroom: the lightest, "
-            f"pp={plan.pp} cp={plan.cp} dp={plan.dp} layers={list(plan.layers)} num_microbatches="
-            f"{plan.num_microbatches} {plan.schedule}{' checkpoint' if plan.checkpoint else ''}, needs "
-            f"{gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the batch size "
-            f"({given.batch_sequences} sequences), or raise the limit"
+            f"{plan}, needs {gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the "
+            f"batch size ({given.batch_sequences} sequences), or raise the limit"
         )
     reasons = {
         "batch": f"dp * num_microbatches must be at most the batch of {given.batch_sequences} sequences",

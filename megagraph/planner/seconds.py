@@ -146,26 +146,40 @@ def pipeline_seconds(
     return timeline.seconds, np.asarray(timeline.rank_ends)
 
 
-def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires: Sequence[Wire]) -> float:
+def pipeline_least(plan: Plan, forward: Floats, backward: Floats, wires: Sequence[Wire]) -> tuple[float, Floats]:
+    """What ``pipeline_seconds`` gives at least, in closed form: a rank begins when the first micro-batch has come
+    through the stages before it, works on all of them, and the last one goes back through those stages."""
+    pp = plan.pp
+    on_wires = np.array([max(0.0, wire.seconds - wire.burst) + wire.latency for wire in wires[: pp - 1]])
+    before, after = (np.concatenate([[0.0], np.cumsum(way[: pp - 1] + on_wires)]) for way in (forward, backward))
+    ends = before + plan.num_microbatches * (forward + backward).reshape(-1, pp).sum(axis=0)
+    return float((ends + after).max()), ends
+
+
+def pipeline_bound(
+    plan: Plan, tables: StageTables, num_layers: int, wires: Sequence[Wire], layers: Sequence[int] = ()
+) -> float:
     """What ``pipeline_seconds`` gives at least, however the layers are split, in closed form.
 
     A stage's seconds grow with its layers by the same for each, so that all stages together take as long in any split.
     A rank works on all micro-batches after the first one has come through the stages before it, and the last one goes
     back through them: most evenly spread, the work of the ranks falls by 1 - 1 / K from one to the next. With several
     stages a rank, these are its first ones, of a layer each at least, and all ranks together work for a known time. A
-    layer is on one rank; and a micro-batch passes all stages and wires, of which the slowest has the others to send
-    before it.
+    layer is on one rank, so that the busiest has at least what it has where all are as even as can be; and a
+    micro-batch passes all stages and wires, of which the slowest has the others to send before it.
     GPipe's ranks all go forward first, so that the others follow the first micro-batch in the time of the slowest stage
     each way, of which ``layers`` make the least.
 
     Args:
-        layers: the split of least time under GPipe, whatever the schedule.
+        layers: the split of least time under GPipe, if it is known.
     """
-    num, seconds, num_layers = plan.num_microbatches, tables.seconds, sum(layers)
+    num, seconds = plan.num_microbatches, tables.seconds
     if plan.num_stages == 1:
         passes = float(seconds[0, num_layers])
     else:  # as in any split
-        passes = float(seconds[0, 1] + (len(layers) - 2) * seconds[1, 1] + seconds[2, num_layers - len(layers) + 1])
+        passes = float(
+            seconds[0, 1] + (plan.num_stages - 2) * seconds[1, 1] + seconds[2, num_layers - plan.num_stages + 1]
+        )
     if plan.pp == 1:
         return num * passes
     # a link that was idle makes up for a burst, once; most wires are alike
@@ -173,23 +187,15 @@ def pipeline_bound(plan: Plan, tables: StageTables, layers: Sequence[int], wires
     latest = sum(map(ways.__getitem__, wires))
     slowest = max(max(0.0, (num - 1) * wire.seconds - wire.burst) for wire in ways)
     if plan.schedule == "gpipe":
-        forward, backward = tables.stages(layers)
-        follow = (num - 1) * float(forward.max() + backward.max())
-        return passes + latest + max(follow, 2 * slowest)
+        both = passes / plan.num_stages  # of the slowest stage at least
+        if layers:
+            both = float(sum(way.max() for way in tables.stages(layers)))
+        return passes + latest + max((num - 1) * both, 2 * slowest)
+    most = num * tables.most_even(num_layers, plan.pp)
     if plan.stages_per_rank > 1:
         first, layer, _ = seconds[:, 1].tolist()
         before = np.cumsum([ways[wire] + (layer if i else first) for i, wire in enumerate(wires[: plan.pp - 1])])
-        most = (num * passes + float(before.sum())) / plan.pp
+        most = max(most, (num * passes + float(before.sum())) / plan.pp)
     else:
-        most = max(num * _most_even(tables, num_layers, plan), passes / (1 - (1 - 1 / num) ** plan.pp))
+        most = max(most, passes / (1 - (1 - 1 / num) ** plan.pp))
     return max(most, passes + latest + slowest)
-
-
-def _most_even(tables: StageTables, num_layers: int, plan: Plan) -> float:
-    """Seconds of a micro-batch on the busiest rank, where it is least busy."""
-    ends = tables.seconds[:, 1 : num_layers + 1]
-    levels = np.sort(ends, axis=None)
-    first, middle, last = (np.searchsorted(row, levels * (1 + 1e-12), side="right") for row in ends)
-    room = first + last + (plan.pp - 2) * middle
-    enough = (np.minimum(np.minimum(first, last), middle if plan.pp > 2 else first) > 0) & (room >= num_layers)
-    return float(levels[enough.argmax()])

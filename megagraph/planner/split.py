@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +126,22 @@ class StageTables:
         """Seconds for which the busiest rank works in a step, where its stages have these layers."""
         forward, backward = self.stages(layers)
         return plan.num_microbatches * float((forward + backward).reshape(-1, plan.pp).sum(axis=0).max())
+
+    def most_even(self, num_layers: int, ranks: int) -> float:
+        """Seconds of the busiest of two or more ranks, in any split of all layers, at least."""
+        levels, first, middle, last = self._levels
+        room = first + last + (ranks - 2) * middle
+        enough = (np.minimum(first, last) > 0) & (room >= num_layers)
+        if ranks > 2:
+            enough &= middle > 0
+        return float(levels[enough.argmax()])
+
+    @cached_property
+    def _levels(self) -> tuple[NDArray[Any], ...]:
+        """All seconds in order, and how many layers a first, a middle and a last stage has within them."""
+        levels = np.sort(self.seconds[:, 1:], axis=None)
+        rows = (np.searchsorted(row[1:], levels * (1 + 1e-12), side="right") for row in self.seconds)
+        return levels, *rows
 
     @cached_property
     def seconds(self) -> Floats:

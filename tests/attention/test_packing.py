@@ -7,7 +7,7 @@ import torch
 
 import megagraph as mg
 from megagraph.attention.module import BiasedRingAttention
-from megagraph.attention.packing import Packing
+from megagraph.attention.packing import Packing, Rows
 
 PADDING = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 1, 0, 0]], dtype=torch.bool)
 
@@ -20,6 +20,11 @@ def test_there_and_back():
     assert torch.equal(packing.unpack(rows), x.masked_fill(PADDING[..., None], 0))
     first = packing.first_rows(rows, 2)
     assert torch.equal(first[~PADDING[:, :2]], x[:, :2][~PADDING[:, :2]]) and first.isfinite().all()
+
+
+def test_loops_get_rows_of_one_type_and_are_compiled_once():
+    kinds = Rows.whole(4, 5), Rows.unpadded(PADDING), Rows.unpadded(PADDING).packed()
+    assert {(x.dtype.name, x.flags.c_contiguous) for rows in kinds for x in rows} == {("int64", True)}
 
 
 def test_gradients():

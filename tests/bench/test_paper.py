@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+import tyro
 
 from bench.paper import __main__ as paper
 from bench.paper import raw_files
 from bench.provenance import RESULTS, ROOT
 from megagraph.data.datasets import load_graph
-
-
-def run(*words: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bench.paper", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.parametrize("name", paper.EXPERIMENTS)
@@ -60,16 +52,18 @@ def test_generated_graphs_are_read_as_the_real_ones(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quick_experiment_writes_its_own_rows_and_is_not_run_again(tmp_path):
+def test_a_quick_experiment_writes_its_own_rows_and_is_not_run_again(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     before = (RESULTS / "cpu" / "step_losses.json").read_bytes()
     for said in ("+ python -m bench.paper.step_memory losses", "losses: has rows of these sources"):
-        done = run("losses", "--quick", "--out", str(tmp_path))
-        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+        tyro.cli(paper.main, args=["losses", "--quick", "--out", str(tmp_path)])
+        assert said in capfd.readouterr().out
     (row,) = json.loads((tmp_path / "cpu" / "step_losses.json").read_text())
     assert row["quick"] and row["generated"] and row["dataset"] == "cora" and row["difference"] < 1e-9
+    page = (tmp_path / "results.md").read_text()
+    assert "`cpu/step_losses.json`, 1 row, " in page and ", quick, generated\n\n| dataset | difference |" in page
     assert (tmp_path / "sources" / f"{row['sources']}.sha256").exists()
     assert (RESULTS / "cpu" / "step_losses.json").read_bytes() == before
-    assert (
-        "losses                 losses of both on the same batches: done"
-        in run("--list", "--out", str(tmp_path)).stdout
-    )
+    tyro.cli(paper.main, args=["--list", "--out", str(tmp_path)])
+    assert "losses                 losses of both on the same batches: done" in capfd.readouterr().out

@@ -84,6 +84,7 @@ SPOILT = {
         lambda root: replace(root / "bench" / "provenance.py", "import json", "import json, os"),
         r"(?s)rows.md: run python -m bench.stale --write.*\| cpu/new.json \|[^\n]* changed since \|",
     ),
+    "digit of results": (lambda root: replace(root / "docs/results.md", "0.877", "0.878"), r"results.md: run python"),
     "digit of a page": (lambda root: replace(root / "docs/plans.md", "4.8 %", "4.9 %"), r"plans.md: expected .*4.8 %"),
     "digit of a claim": (
         lambda root: replace(root / "docs/claims.md", "4.6 %", "4.7 %"),

@@ -75,6 +75,11 @@ SCHEDULES = {
                 checkpoint=True),
         "learned", "fp64",
     ),
+    "interleaved-3": (
+        mg.Plan(pp=2, dp=2, layers=(1, 1, 1, 2, 1, 1), stages_per_rank=3, num_microbatches=2, schedule="interleaved",
+                across="dp", shard=True),
+        "cluster", "fp64",
+    ),
     "zero_bubble": (
         mg.Plan(pp=2, layers=(1, 1, 2, 1), stages_per_rank=2, num_microbatches=4, schedule="zero_bubble"),
         "learned", "fp64",

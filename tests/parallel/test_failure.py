@@ -29,7 +29,6 @@ def rows():
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("failure")  # or each worker would start all runs
 @pytest.mark.parametrize("fault", CASES, ids=" ".join)
 def test_every_rank_names_the_one_that_failed(rows, fault):
     row = rows[fault]

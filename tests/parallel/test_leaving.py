@@ -17,7 +17,7 @@ from bench.restarts import FLAGS, ROOT, finish, outcome, steps_of
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("leaving")]  # or each worker would start all runs
+pytestmark = pytest.mark.slow
 
 
 def start(folder: Path, *more: object, processes: int = 2, launcher: tuple[str, ...] = ()) -> subprocess.Popen:

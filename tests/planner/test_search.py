@@ -9,7 +9,8 @@ import pytest
 
 import megagraph as mg
 from bench.experiments.search import bound_of
-from megagraph.planner.searching import HEADROOM, shapes
+from megagraph.planner.searching import HEADROOM
+from megagraph.planner.shapes import shapes
 from megagraph.planner.split import lightest_split
 from tests.planner import synthetic
 from tests.planner.test_split import all_splits
@@ -111,11 +112,36 @@ def test_every_candidate_is_there_and_says_why_it_is_not(cost):
     }
     assert {c.pruned for c in found.candidates} == {None, "layers"}
     assert {c.plan.schedule for c in found.candidates} == {"gpipe", "1f1b", "interleaved"}
+    assert {(c.plan.pp, c.plan.stages_per_rank) for c in found.candidates if c.plan.schedule == "interleaved"} == {
+        (2, 2),
+        (2, 3),
+    }
+    assert all(c.plan.shard in (False, c.plan.cp * c.plan.dp > 1) for c in found.candidates)
+    assert {c.plan.shard for c in found.candidates if c.plan.pp == 4 and c.plan.schedule == "gpipe"} == {False, True}
     small = mg.planner.Workload(batch_sequences=2, num_nodes=60, num_super=4)
     reasons = {c.pruned for c in mg.planner.search(cost, CONFIG, 8, PLENTY, workload=small).candidates}
     assert reasons == {None, "layers", "batch", "tile"}
     some = mg.planner.search(cost, CONFIG, 4, found.pareto[-1].peak_bytes * 3)
     assert "memory" in {c.pruned for c in some.candidates}
+
+
+def test_bounds_are_those_of_the_plan(cost):
+    """Which the search shares between plans that differ in their memory only."""
+    found = mg.planner.search(cost, CONFIG, 8, PLENTY)
+    bounded = [c for c in found.candidates if not (c.pruned or c.exact or c.lightest) and c.plan.schedule != "gpipe"]
+    assert len({(c.plan.schedule, c.plan.stages_per_rank, c.plan.shard) for c in bounded}) == 6
+    for c in bounded:
+        work = cost.rank_work(CONFIG, c.plan)
+        assert c.step_seconds == pytest.approx(cost.step_bound(work, cost.stage_tables(work)), rel=1e-12)
+
+
+def test_shards_where_nothing_else_fits(cost):
+    lightest = {
+        shard: min(size for _, size, plan in everything(cost, 2) if plan.shard == shard) for shard in (False, True)
+    }
+    assert lightest[True] < lightest[False]
+    found = mg.planner.search(cost, CONFIG, 2, (lightest[False] - 1) / (1 - HEADROOM))
+    assert found.best.plan.shard
 
 
 def test_pareto_front(cost):
