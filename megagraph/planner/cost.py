@@ -47,7 +47,8 @@ class CostModel:
         seconds: seconds per unit of every term of computing, per direction.
         links: per link class ("node", "across"), seconds per transfer and per byte, and the same of an all-reduce.
         memory: bytes per unit of every term of memory.
-        stall_seconds: wait for the loader in every step.
+        stall_seconds: wait for a batch of ``workload`` from the loader's ``origin["workers"]`` where nothing else is
+            done meanwhile.
         slowness: of every rank that was measured, how much longer than ``seconds`` it takes; none: all are alike.
         ranges: least and largest measured value of the sizes that the terms are made of.
         held_out: errors on a random third (seed 0) of the rows, fitted to the rest.
@@ -234,14 +235,14 @@ class CostModel:
         # begins when a rank has all of its gradients
         reduced = float((ends + calls + per_byte * work.sum_bytes * parameters).max())
         most = float(parameters.max())
-        return {
+        terms = {
             "slowest rank computes": compute,
             "bubble and transfers": pipeline - compute,
             "all-reduce": max(0.0, reduced - pipeline),
             "parameter gathers": self._sharding(work, max(layers), most),
             "optimizer": self._optimizer(work, most),
-            "loader stall": self.stall_seconds,
         }
+        return terms | {"loader stall": self._stall(work, sum(terms.values()))}
 
     def _replicas(self, work: RankWork) -> list[tuple[int, tuple[float, ...]]]:
         """Of every replica, its sequences, and slowness of each rank of its pipeline."""
@@ -341,7 +342,7 @@ class CostModel:
 
     def step_bound(self, work: RankWork, tables: StageTables, layers: Sequence[int] = ()) -> float:
         """Seconds of a step at least, however the layers are split; closer under GPipe with its split of least time."""
-        return self.passes_bound(work, tables, layers) + self.updates_bound(work)
+        return self.bound_with(work, self.passes_bound(work, tables, layers))
 
     def passes_bound(self, work: RankWork, tables: StageTables, layers: Sequence[int] = ()) -> float:
         """The passes and the sum of gradients of it, whether or not parameters are sharded."""
@@ -355,11 +356,12 @@ class CostModel:
         reduced = calls + per_byte * work.sum_bytes * (first if plan.pp > 1 else whole)
         return pipeline_bound(plan, tables, work.config.layers, wires, layers) + reduced
 
-    def updates_bound(self, work: RankWork) -> float:
-        """The rest of it."""
+    def bound_with(self, work: RankWork, passes: float) -> float:
+        """The whole bound, where these are known."""
         most = _parameters(work.config, work.codes)[1] / work.plan.pp
         sharding = self._sharding(work, math.ceil(work.config.layers / work.plan.num_stages), most)
-        return sharding + self._optimizer(work, most) + self.stall_seconds
+        seconds = passes + sharding + self._optimizer(work, most)
+        return seconds + self._stall(work, seconds)
 
     def mappings(self, world_size: int) -> tuple[Across, ...]:
         """Ways to lay a plan of so many ranks out that may differ: over nodes, and over ranks of unequal speed."""
@@ -396,6 +398,12 @@ class CostModel:
     def _optimizer(self, work: RankWork, parameters: float) -> float:
         updated = parameters / (work.plan.cp * work.plan.dp if work.plan.shard else 1)
         return dot(self.seconds.get("forward", {}), optimizer_terms(updated))
+
+    def _stall(self, work: RankWork, others: float) -> float:
+        """What a step waits for the loader of a replica, which builds its sequences, ahead if it has workers."""
+        measured = work.whole_batch if self.workload is None else self.workload.batch_sequences
+        building = self.stall_seconds * work.batch_sequences / measured
+        return max(0.0, building - others) if int(self.origin.get("workers", 0)) else building
 
     @cached_property
     def _links(self) -> Links:

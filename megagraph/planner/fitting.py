@@ -32,6 +32,10 @@ from megagraph.planner.terms import (
 from megagraph.planner.workload import SUM_BYTES, Workload
 
 ALIKE = 1.2  # ranks whose speeds differ by less are one kind of device
+_ORIGIN = (
+    *("device", "device_type", "impl", "dtype", "workers"),
+    *("torch", "python", "commit", "sources", "ranks_per_node"),
+)
 COMPUTED = ("layers", "model", "embedding", "head", "attention", "ring", "optimizer")
 
 
@@ -128,11 +132,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     if checked[0].get("device_type") == "cuda":
         memory["batches"] = 2.0  # the next one is copied there while one is used
     stalls = [row["seconds"] for row in checked if row["kind"] == "stall"]
-    origin: dict[str, str] = {
-        name: str(checked[0][name])
-        for name in ("device", "device_type", "impl", "dtype", "torch", "python", "commit", "sources", "ranks_per_node")
-        if name in checked[0]
-    }
+    origin: dict[str, str] = {name: str(checked[0][name]) for name in _ORIGIN if name in checked[0]}
     return CostModel(
         origin=origin,
         seconds=fit_seconds(computed),

@@ -51,7 +51,7 @@ def profile(
     measured between them. One process measures no communication.
 
     Args:
-        batches: what the loader gives; the wait for each of the first eight is the loader stall.
+        batches: what the loader gives; how long each of the first eight takes where nothing else is done.
         workers: processes of the loader.
         cache: folder of profiles by device, versions, model, workload and workers; ``None``: none is kept. Those that
             are older than ``EXPIRES`` or do not predict their own rows (``FIT_ERROR``) are not used again.

@@ -227,7 +227,7 @@ class _Search:
         key = id(tables), plan.pp, plan.dp, plan.num_microbatches, plan.schedule, plan.stages_per_rank, plan.across
         if key not in self._passes:
             self._passes[key] = self.cost.passes_bound(work, tables)
-        return self._passes[key] + self.cost.updates_bound(work)
+        return self.cost.bound_with(work, self._passes[key])
 
     def _in_order(self) -> Iterator[Candidate]:
         """Candidates that fit, in the order of their bounds; a plan is looked at when it is its turn."""

@@ -43,6 +43,25 @@ def parameters(config):
     return counts["input_proj"] + counts["global_tokens"], counts["layers"], counts["final_norm"] + counts["head"]
 
 
+# A model whose optimizer takes 5 s, on a batch of 4 sequences whose building takes the loader 12 s.
+LOADER = {
+    (mg.Plan(), "0"): 5 + 12,
+    (mg.Plan(dp=2), "0"): 5 + 6,
+    (mg.Plan(dp=2, shares=(1, 3)), "0"): 5 + 9,
+    (mg.Plan(), "2"): 12,  # ahead of the step
+    (mg.Plan(dp=2), "1"): 6,
+    (mg.Plan(dp=4), "1"): 5,
+}
+
+
+@pytest.mark.parametrize(("plan", "workers"), LOADER)
+def test_a_loader_builds_the_sequences_of_its_replica(plan, workers):
+    cost = replace(cost_model({"forward": {"optimizer.call": 5.0}}), stall_seconds=12.0, origin={"workers": workers})
+    assert cost.step_seconds(CONFIG, plan) == LOADER[plan, workers]
+    work = cost.rank_work(CONFIG, plan)
+    assert cost.step_bound(work, cost.stage_tables(work)) == LOADER[plan, workers]
+
+
 # One layer, its target's row alone against the columns, 4 sequences of 2 heads: 4 * 2 scores a column, 1 s each
 # forward and 10 s backward. A block's keys and values are 4 sequences * 2 nodes * 4 channels * 2 * 4 bytes = 256 bytes.
 RING = {

@@ -20,7 +20,7 @@ WORK = 512  # rows and columns of the matrices that ranks multiply before a mess
 
 
 def stall_rows(batches: Iterable[Any]) -> list[dict[str, Any]]:
-    """The wait for a batch; the first one starts the loader and does not count."""
+    """The wait for a batch where nothing is done meanwhile; the first one starts the loader and does not count."""
     samples = []
     began = time.perf_counter()
     for _ in islice(batches, 9):
