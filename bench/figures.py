@@ -220,7 +220,8 @@ def plans(at: At) -> Iterator[str]:
     times = [row["median"] for row in at("cpu/search-times.json")]
     yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.1f} s for 512 layers, {:.0f} s for 96".format(*times)
     large = by(at("cpu/search-times.json"), processes=5040)
-    yield f"of {large['candidates']:,} candidates; to look at all of them, for a list, {median(large['list_seconds']):.0f} s more"
+    text = "of {:,} candidates; to look at all of them, for a list, {:.0f} s more"
+    yield text.format(large["candidates"], median(large["list_seconds"]))
 
 
 def claims(at: At) -> Iterator[str]:
