@@ -94,7 +94,10 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
         checked.append(dict(row))
         origins.add((row.get("device"), row.get("impl"), row.get("dtype", "fp32")))
     if not checked:
-        raise ValueError("expected rows to fit, got none; run megagraph profile")
+        raise ValueError(
+            "expected rows to fit, got none, or rows of peers, dense biases, listed pairs or single ring steps only, "
+            "which say nothing of a step; run megagraph profile"
+        )
     if len(origins) > 1:
         raise ValueError(
             "rows must come from one device, one implementation of attention and one dtype, "
@@ -123,7 +126,8 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path} must hold benchmarks of pytest-benchmark with an extra_info each") from error
     if not isinstance(found, list):
         raise ValueError(
-            f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}"
+            f"{path} must hold a list of rows, or the benchmarks of pytest-benchmark, got {type(found).__name__}; "
+            "megagraph profile writes one"
         )
     if any(isinstance(row, dict) and "checksum" in row for row in found):
         for index, row in enumerate(found):

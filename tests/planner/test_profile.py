@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import megagraph as mg
+from bench.provenance import RESULTS
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
 from megagraph.cli import main
 from megagraph.cli.planner import read_rows
@@ -171,6 +172,16 @@ def test_a_search_that_finds_nothing_ends_with_one_line(rows, tmp_path, monkeypa
     with pytest.raises(SystemExit):
         run(monkeypatch, "search", cost, "--world-size", 4, "--memory-gib", 0.005)
     assert re.match(r"megagraph: error: no plan of 4 processes fits 0.01 GiB.*the lightest", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
+def test_every_committed_file_fits_or_says_in_a_line_why_not_and_what_to_do(path):
+    try:
+        cost = mg.planner.fit(read_rows((path,)))
+    except ValueError as error:
+        assert re.fullmatch(r".*(expected|must).*(megagraph profile|--dtype|megagraph fit).*", str(error)), str(error)
+    else:
+        assert cost.held_out or cost.links
 
 
 def test_rows_of_the_attention_bench_are_rows_of_attention(tmp_path):
