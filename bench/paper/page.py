@@ -61,14 +61,13 @@ PRODUCTS = Shown(
 )
 
 
-def page(results: Path, link: str) -> str:
+def page(results: Path, link: str, head: str = HEAD) -> str:
     """All experiments with rows below ``results``, to which ``link`` leads from the page."""
-    parts = [HEAD]
+    parts = [head]
     for name, experiment in EXPERIMENTS.items():
         files = sorted(path for pattern in experiment.rows for path in results.glob(pattern))
-        parts += _section(
-            name, experiment.what, {path.relative_to(results).as_posix(): rows_of(path) for path in files}
-        )
+        rows = {path.relative_to(results).as_posix(): rows_of(path) for path in files}
+        parts += _section(name, experiment.what, rows)
         folders = sorted({path.parent for path in files if path.parent.parent != results})
         for judgement in (found for folder in folders for found in sorted(folder.glob("judgement.json"))):
             parts.append(_judged(json.loads(judgement.read_text(encoding="utf-8"))))
