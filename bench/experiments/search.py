@@ -7,11 +7,11 @@ has imported everything and remembers none of them; and beside them, of looking 
 leave out, for who asks for its list.
 
 Gaps: PROBLEMS small ones, drawn with seed 0: a machine whose coefficients lie up to a factor of ten around those of a
-CPU core, on one host or on several, 1 to 8 processes, 2 to 7 layers, 1 to 16 sequences, replicated or sharded, and
-memory that holds few of the plans, half of them, or all; of UNEQUAL, in a third of the problems, each process has a
-speed of its own. Over hosts, stages or replicas lie on the other one first. Every plan with every split of its layers,
-and for these every share of the sequences, is run on paper. The search must find the best (GAP), a plan where there is
-one, and no plan may be faster than its bound.
+CPU core, on one host or on several, 1 to 8 processes, 2 to 7 layers, 1 to 16 sequences, replicated, sharded or either
+of them, and memory that holds few of the plans, half of them, or all; of UNEQUAL, in a third of the problems, each
+process has a speed of its own. Over hosts, stages or replicas lie on the other one first. Every plan with every split
+of its layers, and for these every share of the sequences, is run on paper. The search must find the best (GAP), a plan
+where there is one, and no plan may be faster than its bound.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def gaps() -> list[dict[str, Any]]:
             layers, sequences = min(layers, most[0]), min(sequences, most[1])
             cost = replace(cost, slowness=tuple(rng.choice([1.0, 1.3, 2.0, 3.5]) for _ in range(world_size)))
         config, workload = model(layers), replace(WORKLOAD, batch_sequences=sequences)
-        fixed = {"shard": rng.random() < 0.3}
+        fixed: dict[str, Any] = rng.choice([{}, {"shard": False}, {"shard": True}])
         plans = list(everything(cost, config, workload, world_size, fixed))
         sizes = sorted(size for _, size, _ in plans)
         limit = rng.choice([sizes[len(sizes) // 20], sizes[len(sizes) // 2], sizes[-1]]) if sizes else 1e15
