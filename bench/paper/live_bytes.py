@@ -18,6 +18,7 @@ from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_st
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
+from megagraph.planner import Workload
 
 TRACKED_STEPS = 2  # the first makes what stays
 MIB = 2**20
@@ -98,6 +99,18 @@ class Rank:
             for _ in range(TRACKED_STEPS):
                 self.step()
         return counted.peak
+
+    def workload(self) -> Workload:
+        """Of the batch, as the planner describes it."""
+        batch, sequences = self.batch, self.batch.batch_size
+        return Workload(
+            batch_sequences=sequences,
+            num_nodes=batch.layout.num_nodes,
+            num_super=batch.layout.num_super,
+            num_targets=batch.labels.shape[1],
+            feature_rows=len(batch.features) / sequences,
+            dtype=self.config.dtype,
+        )
 
     def given(self) -> list[torch.Tensor]:
         """The tensors of the batch."""

@@ -45,7 +45,7 @@ from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import synthetic_graph
-from megagraph.planner import CostModel, Workload, fit, search
+from megagraph.planner import CostModel, fit, search
 from megagraph.planner.measure import clock
 from megagraph.planner.profile import profile
 
@@ -166,17 +166,9 @@ def profiled(columns: int) -> CostModel:
     """Of this machine, in processor seconds."""
     graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=columns, average_degree=10, seed=0)
     rank = Rank(replace(config_of(SPLITS[0], "gpipe"), plan="1,1,1", stage_layers=None), graph)
-    layout, sequences = rank.batch.layout, rank.batch.batch_size
-    workload = Workload(
-        batch_sequences=sequences,
-        num_nodes=layout.num_nodes,
-        num_super=layout.num_super,
-        num_targets=rank.batch.labels.shape[1],
-        feature_rows=len(rank.batch.features) / sequences,
-    )
     model = rank.pipeline.stages[0].model.config
     with patch.object(clock.time, "perf_counter", time.process_time):
-        cost = fit(profile(model, workload, device=torch.device("cpu"), budget_seconds=PROFILE_SECONDS))
+        cost = fit(profile(model, rank.workload(), device=torch.device("cpu"), budget_seconds=PROFILE_SECONDS))
     return replace(cost, memory={name: x for name, x in cost.memory.items() if name != "process.byte"})
 
 

@@ -45,7 +45,7 @@ from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.models.config import ModelConfig
 from megagraph.objective import loss_sum
-from megagraph.planner import CostModel, Workload
+from megagraph.planner import CostModel
 from megagraph.planner.fitting import fit_memory
 from megagraph.planner.measure.design import design, of_every_width
 from megagraph.planner.measure.memory import memory_rows
@@ -152,16 +152,8 @@ class Predicted:
 
     def __init__(self, config: TrainConfig) -> None:
         graph, rank = graph_of(config.batching), Rank(replace(config, batch_size=4), graph_of(config.batching))
-        layout = rank.batch.layout
         self.model: ModelConfig = rank.pipeline.stages[0].model.config
-        self.workload = Workload(
-            batch_sequences=4,
-            num_nodes=layout.num_nodes,
-            num_super=layout.num_super,
-            num_targets=rank.batch.labels.shape[1],
-            feature_rows=len(rank.batch.features) / 4,
-            dtype=config.dtype,
-        )
+        self.workload = rank.workload()
         assert self.model.in_features == graph.in_features
         points = of_every_width(design(self.model, self.workload, CPU))
         self.rates = fit_memory(memory_rows(points, CPU))

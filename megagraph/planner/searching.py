@@ -254,7 +254,7 @@ class _Search:
         if candidate.plan not in self.timed:
             seconds = candidate.step_seconds
             if not candidate.exact:
-                seconds = self.cost.step_seconds(self.config, candidate.plan, self.given)
+                seconds = self._seconds(RankWork.of(self.config, candidate.plan, self.given), candidate.plan.layers)
             self.timed[candidate.plan] = replace(candidate, step_seconds=seconds, exact=True)
         return self.timed[candidate.plan]
 
@@ -262,9 +262,13 @@ class _Search:
         """Seconds that it takes at least, with its split."""
         if candidate.exact:
             return candidate.step_seconds
-        work = RankWork.of(self.config, candidate.plan, self.given)
-        tables = self._tables_of(work)
-        return sum(self.cost.step_terms(work, candidate.plan.layers, tables, on_paper=False).values())
+        return self._seconds(
+            RankWork.of(self.config, candidate.plan, self.given), candidate.plan.layers, on_paper=False
+        )
+
+    def _seconds(self, work: RankWork, split: tuple[int, ...], *, on_paper: bool = True) -> float:
+        """Of a step, on paper or at least."""
+        return sum(self.cost.step_terms(work, split, self._tables_of(work), on_paper=on_paper).values())
 
     def _few_splits(self, plan: Plan) -> bool:
         return math.comb(self.config.layers - 1, plan.num_stages - 1) <= FEW_SPLITS
@@ -274,14 +278,14 @@ class _Search:
         which moves of a layer lead."""
         plan, num_layers = timed.plan, self.config.layers
         work = RankWork.of(self.config, plan, self.given)
-        tables, memory = self._tables_of(work), self._memory(work)
+        memory = self._memory(work)
         if self._few_splits(plan):
             cuts = combinations(range(1, num_layers), plan.num_stages - 1)
             splits = [tuple(b - a for a, b in pairwise((0, *cut, num_layers))) for cut in cuts]
-            return min((timed, *self._runs(work, splits, tables, memory, most)), key=_rank)
+            return min((timed, *self._runs(work, splits, memory, most)), key=_rank)
         while timed.step_seconds <= NEAR * most:
             limit = min(most, timed.step_seconds)
-            runs = self._runs(work, moves(timed.plan.layers), tables, memory, limit)
+            runs = self._runs(work, moves(timed.plan.layers), memory, limit)
             better = min((timed, *islice(runs, MOST_MOVES)), key=_rank)
             if better is timed:
                 break
@@ -289,16 +293,15 @@ class _Search:
         return timed
 
     def _runs(
-        self, work: RankWork, splits: Iterable[tuple[int, ...]], tables: StageTables, memory: Floats, most: float
+        self, work: RankWork, splits: Iterable[tuple[int, ...]], memory: Floats, most: float
     ) -> Iterator[Candidate]:
         """On paper, with those splits that fit and may not take longer than ``most``."""
         for split in splits:
             candidate = self._candidate(work, split, memory, 0.0)
             if candidate.pruned is not None:
                 continue
-            if sum(self.cost.step_terms(work, split, tables, on_paper=False).values()) <= most * (1 + 1e-9):
-                seconds = sum(self.cost.step_terms(work, split, tables).values())
-                yield replace(candidate, step_seconds=seconds, exact=True)
+            if self._seconds(work, split, on_paper=False) <= most * (1 + 1e-9):
+                yield replace(candidate, step_seconds=self._seconds(work, split), exact=True)
 
     def _look_at(self, bound: float, work: RankWork) -> list[Candidate]:
         """A plan with its fastest split, and where that is another one with its lightest."""
