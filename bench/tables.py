@@ -58,8 +58,8 @@ def _ours(row: Row) -> bool:
     return row["contender"].startswith("megagraph")
 
 
-def _table(head: list[str], body: list[list[str]]) -> str:
-    """Markdown; nothing without lines."""
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A table; nothing without lines."""
     if not body:
         return ""
     lines = [head, ["---"] * len(head), *body]
@@ -104,7 +104,7 @@ def five_shapes(rows: list[Row], predicted: Iterable[Row] = ()) -> str:
         body.append(cells)
     head = ["B, H, N, D", "bias", "direction", "ours, ms", "which", "of floor", "x floor"]
     head += ["predicted for an H200, ms", "likely, ms", "binds", "x likely", "best peer", "ms", "faster"]
-    return _table(head, body)
+    return markdown(head, body)
 
 
 def ring(rows: list[Row]) -> str:
@@ -117,7 +117,7 @@ def ring(rows: list[Row]) -> str:
             times = [_ms(_median(steps)), _ms(_median(call)), f"{_median(steps) / _median(call):.2f}"]
             nodes = f"{steps['N'] - steps['num_super']}, {steps['num_super']}, {steps['D']}"
             body.append([nodes, steps["form"], str(steps["P"]), _words(steps["direction"]), *times])
-    return _table(["N', N_s, D", "bias", "P", "direction", "steps, ms", "one call, ms", "ratio"], body)
+    return markdown(["N', N_s, D", "bias", "P", "direction", "steps, ms", "one call, ms", "ratio"], body)
 
 
 def kernels(rows: list[Row]) -> str:
@@ -127,7 +127,7 @@ def kernels(rows: list[Row]) -> str:
     for row in rows:
         sizes = ", ".join(map(str, row["tiles"].values()))
         body.append([_shape(row), row["form"], row["kernel"], sizes, _ms(_median(row))])
-    return _table(["B, H, N, D", "bias", "kernel", "tiles, warps, stages", "ms"], body)
+    return markdown(["B, H, N, D", "bias", "kernel", "tiles, warps, stages", "ms"], body)
 
 
 def per_contender(rows: list[Row], field: str, unit: float, series: str) -> str:
@@ -140,14 +140,14 @@ def per_contender(rows: list[Row], field: str, unit: float, series: str) -> str:
         first = next(iter(of_case.values()))
         body.append([_shape(first), first["form"]])
         body[-1] += [f"{of_case[name][field] / unit:.3g}" if name in of_case else "-" for name in names]
-    return _table(["B, H, N, D", "bias", *names], body)
+    return markdown(["B, H, N, D", "bias", *names], body)
 
 
 def refusals(rows: list[Row]) -> str:
     """Why a contender has no time."""
     counts = Counter((row["contender"], row["refusal"]) for row in rows if row.get("refusal"))
     body = [[name, reason.replace("|", "/"), str(count)] for (name, reason), count in sorted(counts.items())]
-    return _table(["contender", "refuses", "rows"], body)
+    return markdown(["contender", "refuses", "rows"], body)
 
 
 def origin(rows: list[Row]) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from bench.paper.experiments import EXPERIMENTS
 from bench.provenance import rows_of
+from bench.tables import markdown
 
 Row = dict[str, Any]
 MIB = 2**20
@@ -104,7 +105,7 @@ def _table(rows: list[Row], shown: Shown) -> str:
     body = [[*key, *cells, str(len(groups[key]))] for key, cells in zip(groups, columns, strict=True)]
     left_out = len(body) - MOST_LINES
     more = f"\n\n{left_out} more lines are in the rows." if left_out > 0 else ""
-    return _markdown(head, body[:MOST_LINES]) + more
+    return markdown(head, body[:MOST_LINES]) + more
 
 
 def _judged(found: dict[str, Any]) -> str:
@@ -115,11 +116,7 @@ def _judged(found: dict[str, Any]) -> str:
     body = [
         [name, *(_short(part[field]) if field in part else "-" for field in fields)] for name, part in parts.items()
     ]
-    return _markdown(["judged", *fields], body) if fields else ""
-
-
-def _markdown(head: list[str], body: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body))
+    return markdown(["judged", *fields], body if fields else [])
 
 
 def _at(row: Any, name: str) -> Any:
