@@ -32,7 +32,7 @@ EXPERIMENTS = {
         ("epoch_time --dataset citeseer --root ROOT",),
         ("epoch_time --dataset cora --root ROOT",),
     ),
-    "memory": Experiment("memory and time of a deep step beside it", ("cpu/step_memory.json",), ("step_memory steps",)),
+    "memory": Experiment("memory and time of a deep step beside it", ("*/step_memory.json",), ("step_memory steps",)),
     "losses": Experiment(
         "losses of both on the same batches", ("cpu/step_losses.json",), ("step_memory losses --root ROOT",)
     ),
@@ -56,6 +56,9 @@ EXPERIMENTS = {
         ("*/cost_model*/memory.json", "*/cost_model*/time.json"),
         ("cost_model memory", "cost_model time", "cost_model judge"),
         ("cost_model memory --subset", "cost_model time --subset", "cost_model judge --subset"),
+    ),
+    "device-steps": Experiment(
+        "steps of one device, predicted and measured", ("*/one_device/steps.json",), ("one_device",)
     ),
     "stages": Experiment("uneven pipeline stages", ("cpu/pipeline_stages/stages.json",), ("pipeline_stages",)),
     "heavy-stages": Experiment(

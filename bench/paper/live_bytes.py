@@ -20,6 +20,7 @@ from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner import Workload
 
+CPU = torch.device("cpu")
 TRACKED_STEPS = 2  # the first makes what stays
 MIB = 2**20
 
@@ -73,9 +74,11 @@ class LiveBytes(TorchDispatchMode):
 class Rank:
     """What a rank has of a training: its stages, optimizers and the first batch, of which it makes steps."""
 
-    def __init__(self, config: TrainConfig, graph: Graph, nodes: np.ndarray | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, graph: Graph, nodes: np.ndarray | None = None, device: torch.device = CPU
+    ) -> None:
         self.config, plan = config, config.parallel_plan()
-        builder, device = batches(config, graph), torch.device("cpu")
+        self.builder = builder = batches(config, graph)
         self.mesh = make_mesh(plan, device)
         torch.manual_seed(0)
         sizes = {"in_features": graph.in_features, "num_classes": graph.num_classes}
@@ -86,7 +89,7 @@ class Rank:
         self.optimizers = make_optimizers(self.pipeline, config)
         nodes = np.arange(graph.num_nodes) if nodes is None else nodes
         loader = make_loader(config, builder, nodes, shuffle=True, share=own_share(plan, self.mesh))
-        self.batch = next(iter(loader.epoch(0)))
+        self.batch = next(iter(self.pipeline.receive(loader.epoch(0))))
         self.losses: list[float] = []
 
     def step(self) -> None:

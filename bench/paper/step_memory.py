@@ -5,15 +5,20 @@
 
 Steps: each contender is a process of its own, which reads its highest resident set before the model is made, but after
 a step of a small one, and at the end. They make steps in turn, ROUNDS after one to warm up. Asked at the first size:
-memory at most MEMORY of the eager model's, time at most TIME (medians).
+memory at most MEMORY of the eager model's, time at most TIME (medians). Where there is a GPU they run on it, one
+process after the other, in bf16 too, and the peak is that of CUDA's allocator, all tensors; a contender may run out of
+memory. Before, loss and input gradient of 16 sequences are compared without dropout: they are at most CLOSE from the
+eager model's in fp32, in bf16 at most twice as far as the eager model's in bf16.
 Losses: LOSS_STEPS steps without dropout; the largest relative difference is at most LOSS.
 
 Fixed: 16 layers, 8 heads, d = ffn = 64, 4 channels and a global token (the paper's Fig. on memory), fp32, dropout 0.1
-of hidden states and scores, 2 threads, seed 0; for losses 4 layers of 64, batches of 32 targets, AdamW, 2e-4.
+of hidden states and scores, 2 threads, seed 0; on a GPU 32 layers, 32 heads, d = ffn = 128, too (its ablation); for
+losses 4 layers of 64, batches of 32 targets, AdamW, 2e-4.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -23,10 +28,13 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 import tyro
+from torch import Tensor
 
-from bench.paper.epoch_time import Contender, EagerANSGT
+from bench.paper.epoch_time import Contender, EagerANSGT, compare
+from bench.paper.live_bytes import MIB
 from bench.processes import peak_resident
 from bench.provenance import PACKAGE, sized, write_rows
+from bench.shapes import DEVICE
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
@@ -34,10 +42,14 @@ from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 
-SIZES = sized(((145, 256), (145, 64), (33, 256), (289, 64)), quick=((145, 8),))  # nodes and sequences
+MODELS = {"cpu": ((16, 8, 64),), "cuda": ((16, 8, 64), (32, 32, 128))}  # layers, heads, d
+FULL = {"cpu": ((145, 256), (145, 64), (33, 256), (289, 64)), "cuda": ((145, 256),)}  # nodes and sequences
+SIZES = sized(FULL[DEVICE], quick=((145, 8),))
+CONTENDERS = {"cpu": ("ours", "eager"), "cuda": ("ours", "eager", "ours bf16", "eager bf16")}
 ROUNDS, LOSS_STEPS = sized((5, 20), quick=(1, 5))
-MEMORY, TIME, LOSS, SEED = 0.25, 0.5, 1e-9, 0
+MEMORY, TIME, LOSS, CLOSE, SEED = 0.25, 0.5, 1e-9, 1e-3, 0
 FEATURES, CLASSES, CHANNELS = 64, 8, 4
+RATES = {"dropout": 0.1, "input_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def config(layers: int, **options: Any) -> ModelConfig:
@@ -46,7 +58,15 @@ def config(layers: int, **options: Any) -> ModelConfig:
     return ModelConfig(**(sizes | options))
 
 
-def random_batch(nodes: int, sequences: int) -> Any:
+class Named(Contender):
+    """A contender by its name, which says in which precision it computes."""
+
+    def scores(self, batch: Any, step: int) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.name.endswith("bf16")):
+            return super().scores(batch, step)
+
+
+def random_batch(nodes: int, sequences: int, name: str = "ours") -> Any:
     """What both models read of a batch; the last node is the global token."""
     generator = torch.Generator().manual_seed(SEED)
     inputs = {
@@ -55,9 +75,13 @@ def random_batch(nodes: int, sequences: int) -> Any:
         "structure": torch.rand(sequences, CHANNELS + 1, nodes, nodes, generator=generator),
         "key_padding_mask": torch.zeros(sequences, nodes, dtype=torch.bool),
     }
+    labels = torch.randint(0, CLASSES, (sequences, 1), generator=generator)
+    if name.endswith("bf16"):
+        inputs["structure"] = inputs["structure"].bfloat16()
+    inputs = {field: x.to(DEVICE) for field, x in inputs.items()}
     return SimpleNamespace(
         **inputs,
-        labels=torch.randint(0, CLASSES, (sequences, 1), generator=generator),
+        labels=labels.to(DEVICE),
         num_targets=sequences,
         sequence_ids=torch.arange(sequences),
         model_inputs=lambda key: inputs | {"dropout_key": key},
@@ -67,63 +91,100 @@ def random_batch(nodes: int, sequences: int) -> Any:
 def contender(name: str, given: ModelConfig) -> Contender:
     torch.manual_seed(SEED)
     model = HierarchicalGT(given)
-    if name == "ours":
-        return Contender(name, model)
+    if name.startswith("ours"):
+        return Named(name, model.to(DEVICE))
     eager = EagerANSGT(given)
     eager.take(model)
-    return Contender(name, eager)
+    return Named(name, eager.to(DEVICE))
 
 
-def _worker(pipe: Connection, name: str, nodes: int, sequences: int) -> None:
+def _worker(pipe: Connection, name: str, sizes: tuple[int, ...], nodes: int, sequences: int) -> None:
     torch.set_num_threads(2)
-    rates = {"dropout": 0.1, "input_dropout": 0.1, "attention_dropout": 0.1}
-    contender(name, config(1, **rates)).train_step(random_batch(9, 2), 0)  # loads what is compiled
+    layers, heads, dim = sizes
+    widths = {"heads": heads, "dim": dim, "ffn_dim": dim}
+    contender(name, config(1, **widths, **RATES)).train_step(random_batch(9, 2, name), 0)  # loads what is compiled
     before = peak_resident()
-    own, batch = contender(name, config(16, **rates)), random_batch(nodes, sequences)
+    own, batch = contender(name, config(layers, **widths, **RATES)), random_batch(nodes, sequences, name)
     step = 0
     while pipe.recv():
-        own.train_step(batch, step)
-        pipe.send(own.seconds[-1])
+        try:
+            own.train_step(batch, step)
+            pipe.send(own.seconds[-1])
+        except torch.OutOfMemoryError:
+            pipe.send(None)
         step += 1
-    pipe.send(peak_resident() - before)
+    pipe.send(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else peak_resident() - before)
+
+
+def differences(sizes: tuple[int, ...]) -> dict[str, float]:
+    """Of loss and input gradient, relative to the eager model's in fp32.
+
+    Raises:
+        AssertionError: the models do not compute the same.
+    """
+    layers, heads, dim = sizes
+    given = config(layers, heads=heads, dim=dim, ffn_dim=dim)
+    exact, found = contender("eager", given), {}
+    for name in CONTENDERS[DEVICE]:
+        if name != "eager":
+            found[name] = compare(contender(name, given), exact, random_batch(145, 16))
+    assert found["ours"] <= CLOSE, f"ours is {found['ours']:.1e} off"
+    assert found.get("ours bf16", 0.0) <= 2 * found.get("eager bf16", 0.0), f"off by {found}"
+    return found
+
+
+def measure(
+    names: tuple[str, ...], sizes: tuple[int, ...], nodes: int, sequences: int
+) -> dict[str, tuple[list[float], int | None]]:
+    """Seconds of each contender's steps, in turn, and its peak bytes; ``None`` where it runs out of memory."""
+    pipes, processes, spawn = {}, [], mp.get_context("spawn")
+    for name in names:
+        pipes[name], other = spawn.Pipe()
+        given = (other, name, sizes, nodes, sequences)
+        processes.append(spawn.Process(target=_worker, args=given, daemon=True))
+        processes[-1].start()
+        other.close()
+    seconds: dict[str, list[float | None]] = {name: [] for name in pipes}
+    for turn in range(ROUNDS + 1):
+        for name, pipe in pipes.items():
+            pipe.send(True)
+            spent = pipe.recv()
+            if turn:
+                seconds[name].append(spent)
+    found = {}
+    for name, pipe in pipes.items():
+        pipe.send(False)
+        peak, spent = pipe.recv(), [x for x in seconds[name] if x is not None]
+        found[name] = (spent, peak if len(spent) == ROUNDS else None)
+    for process in processes:
+        process.join()
+    return found
 
 
 def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
-    """Measure, print, and write bench/results/cpu/step_memory.json."""
+    """Measure, print, and write bench/results/DEVICE/step_memory.json."""
     rows = []
-    for nodes, sequences in sizes:
-        pipes, processes, spawn = {}, [], mp.get_context("spawn")
-        for name in ("ours", "eager"):
-            pipes[name], other = spawn.Pipe()
-            processes.append(spawn.Process(target=_worker, args=(other, name, nodes, sequences), daemon=True))
-            processes[-1].start()
-            other.close()
-        seconds: dict[str, list[float]] = {name: [] for name in pipes}
-        for turn in range(ROUNDS + 1):
-            for name, pipe in pipes.items():
-                pipe.send(True)
-                spent = pipe.recv()
-                if turn:
-                    seconds[name].append(spent)
-        peaks = {}
-        for name, pipe in pipes.items():
-            pipe.send(False)
-            peaks[name] = pipe.recv()
-        for process in processes:
-            process.join()
-        row = {"nodes": nodes, "sequences": sequences, "unit": "s", "seconds": seconds, "peak_bytes": peaks}
-        rows.append(row)
-        parts = {
-            "memory": (peaks["ours"] / peaks["eager"], MEMORY),
-            "time": (median(seconds["ours"]) / median(seconds["eager"]), TIME),
-        }
-        print(
-            f"N = {nodes}, {sequences} sequences: ours {peaks['ours'] / 2**20:.0f} MiB, {median(seconds['ours']):.2f} s"
-        )
-        for what, (part, most) in parts.items():
-            verdict = "" if len(rows) > 1 else f", at most {most}: {'holds' if part <= most else 'FAILS'}"
-            print(f"  {what} {part:.3f} of the eager model's{verdict}")
-        write_rows("step_memory", rows, folder="cpu", children=PACKAGE)
+    for (layers, heads, dim), (nodes, sequences) in product(MODELS[DEVICE], sizes):
+        off = differences((layers, heads, dim))
+        names, found = CONTENDERS[DEVICE], {}
+        for together in [names] if DEVICE == "cpu" else [(name,) for name in names]:
+            found |= measure(together, (layers, heads, dim), nodes, sequences)
+        seconds, peaks = ({name: of[i] for name, of in found.items()} for i in (0, 1))
+        row = {"layers": layers, "heads": heads, "dim": dim, "nodes": nodes, "sequences": sequences, "unit": "s"}
+        rows.append(row | {"seconds": seconds, "peak_bytes": peaks, "difference": off})
+        print(f"{layers} layers, {heads} heads, d = {dim}, N = {nodes}, {sequences} sequences")
+        for name, peak in peaks.items():
+            took = "no memory" if peak is None else f"{peak / MIB:.0f} MiB, {median(seconds[name]):.3f} s"
+            print(f"  {name}: {took}")
+        if peaks["eager"]:  # which may not fit, and a small step fits into what compiling took
+            parts = {
+                "memory": (peaks["ours"] / peaks["eager"], MEMORY),
+                "time": (median(seconds["ours"]) / median(seconds["eager"]), TIME),
+            }
+            for what, (part, most) in parts.items():
+                verdict = "" if len(rows) > 1 else f", at most {most}: {'holds' if part <= most else 'FAILS'}"
+                print(f"  {what} {part:.3f} of the eager model's{verdict}")
+        write_rows("step_memory", rows, children=PACKAGE)
 
 
 def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), quick=("cora",))) -> None:
@@ -142,7 +203,7 @@ def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), 
         )
         pair = [contender(name, given) for name in ("ours", "eager")]
         for each in pair:
-            each.model.double()
+            each.model.to("cpu", torch.float64)
         loader = Loader(builder, choose_split(graph, options).train, batch_size=32, seed=SEED, shuffle=True)
         found: list[list[float]] = [[], []]
         for step, batch in enumerate(loader.epoch(0)):
