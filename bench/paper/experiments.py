@@ -60,6 +60,7 @@ EXPERIMENTS = {
     "device-steps": Experiment(
         "steps of one device, predicted and measured", ("*/one_device/steps.json",), ("one_device",)
     ),
+    "device-runs": Experiment("trainings on one GPU", ("*/runs.json",), ("device_runs --root ROOT",)),
     "stages": Experiment("uneven pipeline stages", ("cpu/pipeline_stages/stages.json",), ("pipeline_stages",)),
     "heavy-stages": Experiment(
         "pipeline stages with a heavy first one", ("cpu/pipeline_stages/heavy.json",), ("pipeline_stages --heavy",)

@@ -51,6 +51,7 @@ SHOWN = {
     "ablation": Shown(("what", "processes"), ("batch_bytes", "predicted_bytes")),
     "cost-model": Shown(("layers", "heads"), ("kept_bytes", "peak_bytes", "seconds")),
     "device-steps": Shown(("case",), (*PLAN, "predicted_bytes", "kernel_seconds")),
+    "device-runs": Shown(("run", "processes"), ("test_accuracy", "steps", "peak_memory_bytes")),
     "stages": Shown(("schedule", "split", "stage"), ("step_seconds", "peak_bytes")),
     "heavy-stages": Shown(("columns", "split"), ("peak_bytes",), lambda row: "columns" in row),
     "whole-graphs": Shown(("set",), ("seconds", "peak_uss_bytes", "summary.test_accuracy")),
