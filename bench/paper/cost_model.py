@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -49,6 +50,7 @@ from megagraph.planner.measure.memory import observe_memory, observe_process
 
 SEQUENCES, LAYERS, HEADS, WIDTHS = (1, 2, 4, 8), (2, 4, 8, 16, 24, 32), (4, 8, 16), (32, 64, 128)
 NODES, IN_FEATURES, CLASSES, BUCKETS, ROUNDS, THREADS = 256, 64, 16, 8, 5, 1
+WRITE_EVERY = 5.0  # seconds
 LARGE = ((8, 32, 16, 128), (8, 24, 8, 128), (4, 32, 8, 128))
 MEDIUM = ((4, 16, 8, 64), (8, 8, 8, 64), (4, 16, 8, 128), (8, 8, 4, 128), (2, 32, 8, 128))
 TARGETS = {
@@ -122,9 +124,14 @@ def measure(part: str, subset: bool) -> None:
         """What these sources have measured of it."""
         return rows[key] if key in rows and current(rows[key]) else {}
 
+    written = 0.0
+
     def add(row: dict[str, Any]) -> None:
+        nonlocal written
         rows[(row["kind"], *_size(row))] = row
-        write_rows(part, rows.values(), folder=folder.relative_to(RESULTS).as_posix())
+        if time.monotonic() - written > WRITE_EVERY:  # a GPU takes less for a row than the file does
+            write_rows(part, rows.values(), folder=folder.relative_to(RESULTS).as_posix())
+            written = time.monotonic()
 
     for size in tqdm(sizes if part == "memory" else (), desc="memory"):
         if not done("memory", *size):
@@ -149,6 +156,7 @@ def measure(part: str, subset: bool) -> None:
             samples = [*samples, passes[size]()]
             row = fields(point(*size)) | {"kind": "model", "direction": "forward_backward", "unit": "s"}
             add(row | {"all_seconds": samples} | average(samples))
+    write_rows(part, rows.values(), folder=folder.relative_to(RESULTS).as_posix())
     print(path)
 
 
