@@ -122,13 +122,16 @@ def measure(part: str, subset: bool) -> None:
 
     def done(*key: Any) -> dict[str, Any]:
         """What these sources have measured of it."""
-        return rows[key] if key in rows and current(rows[key]) else {}
+        return rows[key] if key in added or (key in rows and current(rows[key])) else {}
 
+    added: set[tuple[Any, ...]] = set()
     written = 0.0
 
     def add(row: dict[str, Any]) -> None:
         nonlocal written
-        rows[(row["kind"], *_size(row))] = row
+        key = row["kind"], *_size(row)
+        rows[key] = row
+        added.add(key)
         if time.monotonic() - written > WRITE_EVERY:  # a GPU takes less for a row than the file does
             write_rows(part, rows.values(), folder=folder.relative_to(RESULTS).as_posix())
             written = time.monotonic()
