@@ -84,7 +84,7 @@ def random_batch(nodes: int, sequences: int, name: str = "ours") -> Any:
         labels=labels.to(DEVICE),
         num_targets=sequences,
         sequence_ids=torch.arange(sequences),
-        model_inputs=lambda key: inputs | {"dropout_key": key},
+        model_inputs=lambda key: inputs | {"dropout_key": key.to(DEVICE)},
     )
 
 
