@@ -1,6 +1,7 @@
 """Memory and time of a training step of a deep model, beside eager ANS-GT of the same weights.
 
     python -m bench.paper.step_memory steps                  # both on one random batch of every size
+    python -m bench.paper.step_memory host                   # what a step costs whoever starts its kernels
     python -m bench.paper.step_memory losses --root DATA     # both trained on the same batches of real graphs, in fp64
 
 Steps: each contender is a process of its own, which reads its highest resident set before the model is made, but after
@@ -9,6 +10,9 @@ memory at most MEMORY of the eager model's, time at most TIME (medians). Where t
 process after the other, in bf16 too, and the peak is that of CUDA's allocator, all tensors; a contender may run out of
 memory. Before, loss and input gradient of 16 sequences are compared without dropout: they are at most CLOSE from the
 eager model's in fp32, in bf16 at most twice as far as the eager model's in bf16.
+Host: two sequences of nine nodes, so that nothing computes long and a step is as long as it takes to call its
+operators; both in one process, HOST_ROUNDS steps in turn; and how many operators a step calls. Asked: at most HOST of
+the eager model's time. On a CPU, where a GPU's kernels are not started but loops of as many calls.
 Losses: LOSS_STEPS steps without dropout; the largest relative difference is at most LOSS.
 
 Fixed: 16 layers, 8 heads, d = ffn = 64, 4 channels and a global token (the paper's Fig. on memory), fp32, dropout 0.1
@@ -18,6 +22,7 @@ losses 4 layers of 64, batches of 32 targets, AdamW, 2e-4.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +34,7 @@ import torch
 import torch.multiprocessing as mp
 import tyro
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.paper.epoch_time import Contender, EagerANSGT, compare
 from bench.paper.live_bytes import MIB
@@ -46,8 +52,8 @@ MODELS = {"cpu": ((16, 8, 64),), "cuda": ((16, 8, 64), (32, 32, 128))}  # layers
 FULL = {"cpu": ((145, 256), (145, 64), (33, 256), (289, 64)), "cuda": ((145, 256),)}  # nodes and sequences
 SIZES = sized(FULL[DEVICE], quick=((145, 8),))
 CONTENDERS = {"cpu": ("ours", "eager"), "cuda": ("ours", "eager", "ours bf16", "eager bf16")}
-ROUNDS, LOSS_STEPS = sized((5, 20), quick=(1, 5))
-MEMORY, TIME, LOSS, CLOSE, SEED = 0.25, 0.5, 1e-9, 1e-3, 0
+ROUNDS, LOSS_STEPS, HOST_ROUNDS = sized((5, 20, 40), quick=(1, 5, 3))
+MEMORY, TIME, HOST, LOSS, CLOSE, SEED = 0.25, 0.5, 1.2, 1e-9, 1e-3, 0
 FEATURES, CLASSES, CHANNELS = 64, 8, 4
 RATES = {"dropout": 0.1, "input_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -187,6 +193,44 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
         write_rows("step_memory", rows, children=PACKAGE)
 
 
+class _Calls(TorchDispatchMode):
+    """Counts operators, but for views, which start nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host() -> None:
+    """Measure, print, and write bench/results/cpu/step_host.json."""
+    torch.set_num_threads(1)
+    pair, batch = [contender(name, config(16, **RATES)) for name in ("ours", "eager")], random_batch(9, 2)
+    calls = {}
+    for each in pair:
+        each.train_step(batch, 0)
+        each.train_step(batch, 1)
+        with _Calls() as counted:
+            each.train_step(batch, 2)
+        calls[each.name] = dict(counted.found.most_common())
+        each.seconds.clear()
+    for step in range(HOST_ROUNDS):
+        for each in pair:
+            each.train_step(batch, 3 + step)
+    ours, eager = (median(each.seconds) for each in pair)
+    sums = {name: sum(found.values()) for name, found in calls.items()}
+    print(f"ours {ours * 1e3:.1f} ms and {sums['ours']} operators, eager {eager * 1e3:.1f} ms and {sums['eager']}")
+    print(
+        f"time {ours / eager:.2f} of the eager model's, at most {HOST}: {'holds' if ours <= HOST * eager else 'FAILS'}"
+    )
+    seconds = {each.name: each.seconds for each in pair}
+    write_rows("step_host", [{"unit": "s", "seconds": seconds, "calls": sums, "operators": calls}], folder="cpu")
+
+
 def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), quick=("cora",))) -> None:
     """Train both, print the largest difference, and write bench/results/cpu/step_losses.json."""
     rows = []
@@ -224,4 +268,4 @@ def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), 
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"steps": steps, "losses": losses})
+    tyro.extras.subcommand_cli_from_dict({"steps": steps, "host": host, "losses": losses})
