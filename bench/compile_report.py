@@ -81,14 +81,14 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     """A launch of the variant's kernel on uninitialised tensors of the benchmarks' kind."""
     from megagraph.kernels import biased_attention as kernels
     from megagraph.kernels import listed_attention as listed_kernels
-    from megagraph.kernels.hidden_dropout import launch_hidden_dropout
+    from megagraph.kernels.hidden_dropout import Rate, launch_hidden_dropout
 
     dtype, form = getattr(torch, variant.dtype), variant.form
     short, listed = variant.path == "short", variant.path == "listed"
     D, N = variant.head_dim, 32 if short else N
     if variant.kernel == "hidden_dropout":
         x, key = torch.empty(B, N, H * D, dtype=dtype), torch.empty(B, dtype=torch.int32)
-        return partial(launch_hidden_dropout, x, torch.empty_like(x), 0.1, key, None)
+        return partial(launch_hidden_dropout, x, key, None, Rate(0.1))
     columns = N if variant.aligned or short else N - 1
 
     def rows(dtype=dtype):

@@ -112,13 +112,16 @@ class Mutant:
 
 AUDITED = (
     Mutant(
-        "one dropout mask for all layers", "megagraph/models/layers.py", "mix_key(key, self.index)", "mix_key(key, 0)"
+        "one dropout mask for all layers",
+        "megagraph/attention/dropout.py",
+        "mix_key(aligned[None], layer_ids[:, None])",
+        "mix_key(aligned[None], 0 * layer_ids[:, None])",
     ),
     Mutant(
-        "one mask for all sites of a layer",
-        "megagraph/models/layers.py",
-        "mix_key(of_layer, site)",
-        "mix_key(of_layer, 0)",
+        "one mask for all places of a layer",
+        "megagraph/attention/dropout.py",
+        "mix_key(of_layers[:, None], place_ids[:, None])",
+        "mix_key(of_layers[:, None], 0 * place_ids[:, None])",
     ),
     Mutant(
         "dropout keys without the step",

@@ -7,6 +7,7 @@ The gradient is the same function of d_out: backward launches this kernel again,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megagraph.kernels.dropout import dropped, row_keys
+from megagraph.kernels.launch import Recorder, planned
+from megagraph.kernels.operands import strided
 from megagraph.kernels.tile import Strided
 
 
@@ -57,32 +60,41 @@ def hidden_dropout(hidden, out, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
     tl.store(out.ptr + offsets, kept, mask=inside)
 
 
-def launch_hidden_dropout(x, out, p, dropout_key, row_ids) -> None:
-    """Write dropout of x into ``out``.
+@dataclass(frozen=True)
+class Rate:
+    """p: probability to drop, in [0, 1)."""
+
+    p: float
+
+
+@planned
+def launch_hidden_dropout(recorder: Recorder, x: Tensor, key: Tensor, row_ids: Tensor | None, rate: Rate) -> Tensor:
+    """Dropout of x, contiguous.
 
     Args:
-        x, out: [B, M, C], any strides, one floating dtype.
-        p: probability to drop, in [0, 1).
-        dropout_key: int32 [B].
-        row_ids: integer [M], global row of each row; None: the local row.
+        x: [B, M, C], any strides, floating.
+        key: int32 [B], contiguous.
+        row_ids: integer [M], contiguous, global row of each row; None: the local row.
     """
     B, M, C = x.shape
     product = tl.float64 if x.dtype == torch.float64 else tl.float32
     hidden = Hidden(
-        x=Strided(x, x.stride()),
-        dropout_key=dropout_key.contiguous(),
-        row_ids=None if row_ids is None else row_ids.contiguous(),
+        x=strided(x),
+        dropout_key=key,
+        row_ids=row_ids,
         first_column=None,
         first_head=None,
         M=M,
         C=C,
-        THRESHOLD=tl.constexpr(int(p * (1 << 32))),
-        KEEP_SCALE=tl.constexpr(1.0 / (1.0 - p)),
+        THRESHOLD=tl.constexpr(int(rate.p * (1 << 32))),
+        KEEP_SCALE=tl.constexpr(1.0 / (1.0 - rate.p)),
         PRODUCT_DTYPE=tl.constexpr(product),
     )
+    out = recorder.empty(B, M, C, dtype=x.dtype)
     block_c = min(128, triton.next_power_of_2(C))
     block_m = 4096 // block_c
-    with torch.cuda.device_of(x):
-        hidden_dropout[(B * triton.cdiv(M, block_m) * triton.cdiv(C, block_c),)](
-            hidden, Strided(out, out.stride()), BLOCK_M=block_m, BLOCK_C=block_c
-        )
+    recorder.launch(
+        hidden_dropout, B * triton.cdiv(M, block_m) * triton.cdiv(C, block_c),
+        hidden, strided(out), BLOCK_M=block_m, BLOCK_C=block_c,
+    )  # fmt: skip
+    return out

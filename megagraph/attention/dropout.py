@@ -10,7 +10,7 @@ they run in int32, whose products and sums wrap to the same bits.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads neighbouring columns over all bits
 _MUL_1 = 0x85EBCA6B - (1 << 32)
@@ -40,6 +40,24 @@ def mix_key(key: Tensor, *values: int | Tensor) -> Tensor:
     for value in values:
         key = mix32(key ^ (_as_int32(value) if isinstance(value, int) else value.to(torch.int32)))
     return key
+
+
+def place_keys(key: Tensor, layers: range, places: int) -> list[list[Tensor]]:
+    """``mix_key(key, layer, place)`` of all layers and places at once, or a GPU has hundreds of launches to make.
+
+    Args:
+        key: int32 [B].
+
+    Returns:
+        of each layer the keys of its places, int32 [B] each, where a kernel reads four at a time.
+    """
+    aligned = nn.functional.pad(key, (0, -len(key) % 4))
+    layer_ids, place_ids = (
+        torch.arange(ids.start, ids.stop, dtype=torch.int32, device=key.device) for ids in (layers, range(places))
+    )
+    of_layers = mix_key(aligned[None], layer_ids[:, None])
+    keys = mix_key(of_layers[:, None], place_ids[:, None])[..., : len(key)]
+    return [list(of_layer.unbind()) for of_layer in keys.unbind()]
 
 
 def dropout_keys(seed: int, step: int, sequence_ids: Tensor) -> Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from megagraph.attention.dropout import dropout_threshold, keep_mask, row_keys
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.operator import is_watched
 from megagraph.attention.packing import Packing
 from megagraph.threads import in_threads
 
@@ -28,16 +33,39 @@ def hidden_dropout(
     if key is None or p == 0.0:
         return x
     if packing is not None:
-        return _drop_rows(x, p, row_keys(key, 1, layout.row_ids(x.device))[:, 0].flatten()[packing.slots])
+        return _dropped(_drop_rows, x, p, row_keys(key, 1, layout.row_ids(x.device))[:, 0].flatten()[packing.slots])
     if x.is_cuda and layout.world_size == 1:
-        return _hidden_dropout(x, p, key, None)
+        return _dropped(_hidden_dropout, x, p, key, None)
     row_ids = layout.row_ids(x.device)[: x.shape[1]]
-    return _hidden_dropout(x, p, key, row_ids) if x.is_cuda else _drop_rows(x, p, row_keys(key, 1, row_ids)[:, 0])
+    if x.is_cuda:
+        return _dropped(_hidden_dropout, x, p, key, row_ids)
+    return _dropped(_drop_rows, x, p, row_keys(key, 1, row_ids)[:, 0])
 
 
-@torch.library.custom_op("megagraph::drop_rows", mutates_args=())
-def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
-    """x [..., d] without what row_key int32 [...] drops; its gradient is the same dropout of d_out."""
+def _dropped(operator: CustomOpDef, x: Tensor, p: float, *keys: Tensor | None) -> Tensor:
+    """The operator, past the dispatcher where nobody watches, which takes longer than its kernel."""
+    if is_watched(x):
+        return operator(x, p, *keys)
+    return _Dropout.apply(operator, x, p, *keys)
+
+
+class _Dropout(torch.autograd.Function):
+    """What an operator here does, whose gradient is the same of d_out."""
+
+    @staticmethod
+    def forward(ctx, operator, x, p, *keys):
+        ctx.operator, ctx.p = operator, p
+        ctx.save_for_backward(*keys)
+        return PLAIN[operator](x, p, *keys)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        keys = ctx.saved_tensors  # once: a checkpoint gives them once
+        return None, _dropped(ctx.operator, d_out, ctx.p, *keys), None, *(None for _ in keys)
+
+
+def _loops(x: Tensor, p: float, row_key: Tensor) -> Tensor:
+    """x [..., d] without what row_key int32 [...] drops."""
     scale = 1.0 / (1.0 - p)
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or x.numel() == 0:
         return keep_mask(row_key, torch.arange(x.shape[-1], device=x.device), p).to(x.dtype).mul_(x).mul_(scale)
@@ -55,25 +83,28 @@ def _drop_rows(x: Tensor, p: float, row_key: Tensor) -> Tensor:
     return out
 
 
+def _kernel(x: Tensor, p: float, key: Tensor, row_ids: Tensor | None) -> Tensor:
+    """x [B, M, d] without what key int32 [B] drops; ``row_ids``: integer [M], None where they are 0, 1, ..."""
+    from megagraph.kernels.hidden_dropout import Rate, launch_hidden_dropout
+
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return launch_hidden_dropout(x, key.contiguous(), None if row_ids is None else row_ids.contiguous(), Rate(p))
+
+
+_drop_rows = torch.library.custom_op("megagraph::drop_rows", _loops, mutates_args=())
+_hidden_dropout = torch.library.custom_op("megagraph::hidden_dropout", _kernel, mutates_args=())
+PLAIN = {_drop_rows: _loops, _hidden_dropout: _kernel}
+
+
 @_drop_rows.register_fake
 def _(x, p, row_key):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("megagraph::hidden_dropout", mutates_args=())
-def _hidden_dropout(x: Tensor, p: float, key: Tensor, row_ids: Tensor | None) -> Tensor:
-    """The kernel; its gradient is the same dropout of d_out. ``row_ids``: integer [M], None where they are 0, 1, ..."""
-    from megagraph.kernels.hidden_dropout import launch_hidden_dropout
-
-    out = torch.empty_like(x)
-    if x.numel():
-        launch_hidden_dropout(x, out, p, key, row_ids)
-    return out
-
-
 @_hidden_dropout.register_fake
 def _(x, p, key, row_ids):
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
@@ -81,13 +112,13 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, d_out):
-    return _hidden_dropout(d_out, ctx.p, *ctx.saved_tensors), None, None, None
+def _backward(operator: CustomOpDef) -> Callable[..., Any]:
+    def backward(ctx, d_out):
+        keys = ctx.saved_tensors
+        return operator(d_out, ctx.p, *keys), None, *(None for _ in keys)
+
+    return backward
 
 
-def _drop_rows_backward(ctx, d_out):
-    return _drop_rows(d_out, ctx.p, *ctx.saved_tensors), None, None
-
-
-_hidden_dropout.register_autograd(_backward, setup_context=_setup_context)
-_drop_rows.register_autograd(_drop_rows_backward, setup_context=_setup_context)
+for _operator in PLAIN:
+    _operator.register_autograd(_backward(_operator), setup_context=_setup_context)

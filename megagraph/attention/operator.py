@@ -167,12 +167,12 @@ def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) ->
                 q, k, v, bias, step.key_padding_mask, step.scale, step.dropout_p, step.dropout_key, step.first_head
             )
     step = step.but(segments=[(0, 0, k.shape[2])])
-    if _is_watched(q, k, v, step.learned):
+    if is_watched(q, k, v, step.learned):
         return _attention(q, k, v, *step.flat())
     return _Attention.apply(step, q, k, v, step.learned)
 
 
-def _is_watched(*tensors: Tensor | None) -> bool:
+def is_watched(*tensors: Tensor | None) -> bool:
     """Whether operators are to be seen: by a compiler, a transform, a mode, a subclass of Tensor."""
     return (
         torch.compiler.is_compiling()
@@ -200,7 +200,7 @@ class _Attention(torch.autograd.Function):
         step, learned_grad = Step.join(ctx.values, tensors), ctx.needs_input_grad[4]
         if d_out is None:
             d_out = torch.zeros_like(out)
-        if _is_watched(d_out) or torch.is_grad_enabled():
+        if is_watched(d_out) or torch.is_grad_enabled():
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
             step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)

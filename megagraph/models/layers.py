@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.attention.bias import Bias, BorderedData, BucketBias, ProjectedBias
-from megagraph.attention.dropout import mix_key
 from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
@@ -19,8 +19,9 @@ from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.recompute import recomputed
 
-# one number per place where a layer drops something; the key of a place is mix_key(key, layer, site)
-_ATTENTION_SITE, _ATTENTION_OUT_SITE, _FFN_SITE = range(3)
+# one number per place where a layer drops something; the key of a place is mix_key(key, layer, place)
+DROPOUT_PLACES = 3
+_IN_ATTENTION, _AFTER_ATTENTION, _AFTER_FFN = range(DROPOUT_PLACES)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +34,7 @@ class Context:
         key_padding_mask: bool [B, N], True = padding.
         layout: which nodes the S rows are.
         dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
+        place_keys: of each layer those of its places that drop something, int32 [B] each.
         packing: hidden states are packed rows [T, d] of whole sequences on one rank; ``None``: they are [B, S, d].
     """
 
@@ -40,6 +42,7 @@ class Context:
     key_padding_mask: Tensor
     layout: NodeLayout
     dropout_key: Tensor | None = None
+    place_keys: Mapping[int, Sequence[Tensor]] | None = None
     packing: Packing | None = None
 
 
@@ -90,7 +93,8 @@ class GraphTransformerLayer(nn.Module):
         return self._forward(x, context, num_queries)
 
     def _forward(self, x: Tensor, context: Context, num_queries: int | None) -> Tensor:
-        rows, packing, key = slice(num_queries), context.packing, context.dropout_key
+        rows, packing = slice(num_queries), context.packing
+        keys = DROPOUT_PLACES * (None,) if context.place_keys is None else context.place_keys[self.index]
         learned = self.bias_weight if self.bias_unit is None else self.bias_weight / self.bias_unit
         bias: Bias
         if isinstance(context.structure, BorderedData):
@@ -102,27 +106,25 @@ class GraphTransformerLayer(nn.Module):
         # else all layers have one tensor, whose values are checked once
         if num_queries is not None and not self.attention.by_heads:
             bias = bias.rows(rows)
-        of_layer = None if key is None else mix_key(key, self.index)
-        key_at = [None if of_layer is None else mix_key(of_layer, site) for site in range(3)]
         with self._cheap(self.attention_norm, x) as h:
             h = self.attention(
                 h,
                 bias,
                 layout=context.layout,
                 key_padding_mask=context.key_padding_mask,
-                dropout_key=key_at[_ATTENTION_SITE],
+                dropout_key=keys[_IN_ATTENTION],
                 num_queries=num_queries,
                 packing=packing,
             )
         if num_queries is not None:
             x, packing = x[:, rows] if packing is None else packing.first_rows(x, num_queries), None
-        x = x + hidden_dropout(h, self.dropout, key_at[_ATTENTION_OUT_SITE], context.layout, packing)
+        x = x + hidden_dropout(h, self.dropout, keys[_AFTER_ATTENTION], context.layout, packing)
         grow, activate, shrink = self.ffn
         with self._cheap(self.ffn_norm, x) as h:
             h = grow(h)
         with self._cheap(activate, h) as h:
             h = shrink(h)
-        return x + hidden_dropout(h, self.dropout, key_at[_FFN_SITE], context.layout, packing)
+        return x + hidden_dropout(h, self.dropout, keys[_AFTER_FFN], context.layout, packing)
 
     def _cheap(self, function: nn.Module, x: Tensor) -> AbstractContextManager[Tensor]:
         """function(x), which what reads it does not keep for backward; a layer that is computed again keeps nothing."""

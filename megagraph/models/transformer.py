@@ -12,16 +12,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import BorderedData
-from megagraph.attention.dropout import mix_key
+from megagraph.attention.dropout import mix_key, place_keys
 from megagraph.attention.engines import is_short_shape
 from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
-from megagraph.models.layers import Context, GraphTransformerLayer
+from megagraph.models.layers import DROPOUT_PLACES, Context, GraphTransformerLayer
 
-_INPUT_SITE = 3  # after the layers' own sites 0..2, with the layer index -1
-
+_INPUT_PLACE = DROPOUT_PLACES  # after the layers' own, with the layer index -1
 
 _SPARSE_BELOW = 1 / 32  # share of nonzeros in features
 _PACKED_FROM = 1 / 16  # share of padding from which leaving it out pays on a CPU
@@ -137,16 +136,20 @@ class GraphTransformer(nn.Module):
         if self.global_tokens is not None:
             x = torch.cat([x, self.global_tokens.to(x.dtype).expand(x.shape[0], -1, -1)], dim=1)
         key = self._key(context)
-        key = None if key is None else mix_key(key, -1, _INPUT_SITE)
+        key = None if key is None else mix_key(key, -1, _INPUT_PLACE)
         return hidden_dropout(x, self.config.input_dropout, key, context.layout)
 
     def transform(self, x: Tensor, context: Context, num_targets: int) -> Tensor:
         """The layers that are here, [B, S, d] -> [B, S, d]; the model's last layer gives its first T rows only."""
         packing = self._worth_packing(x, context)
-        context = replace(context, dropout_key=self._key(context), packing=packing)
+        ids, key = [int(index) for index in self.layers], self._key(context)
+        if key is not None:
+            keys = place_keys(key, range(ids[0], ids[-1] + 1), DROPOUT_PLACES)
+            context = replace(context, place_keys=dict(zip(ids, keys, strict=True)))
+        context = replace(context, packing=packing)
         x = x if packing is None else packing.pack(x)
-        for index, layer in self.layers.items():
-            x = layer(x, context, num_targets if int(index) == self.config.layers - 1 else None)
+        for index, layer in zip(ids, self.layers.values(), strict=True):
+            x = layer(x, context, num_targets if index == self.config.layers - 1 else None)
         return x if packing is None or x.ndim == 3 else packing.unpack(x)
 
     def read_out(self, x: Tensor) -> Tensor:

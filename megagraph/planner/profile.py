@@ -29,6 +29,7 @@ from megagraph.planner.workload import RankWork, Workload
 from megagraph.provenance import provenance
 
 COMMUNICATION = 0.3  # of the time, for messages
+LEAST = 0.5  # of the time, for layers, whatever the memory of kernels that compile has taken
 EXPIRES = 30 * 86400  # seconds, after which a machine is measured again
 FIT_ERROR = 0.5  # of held-out seconds, the mean; a quiet machine gives 0.03 to 0.1
 _ONCE = ("transfer", "hop", "all_reduce", "memory")  # kinds of rows that are the same on every rank
@@ -45,7 +46,8 @@ def profile(
     cache: Path | None = None,
     kept_only: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure this machine for a model and a workload; about ``budget_seconds``, less where it is cached.
+    """Measure this machine for a model and a workload; about ``budget_seconds``, less where it is cached, and more
+    where kernels have to be compiled first.
 
     On several processes all measure at once, and every one returns the rows of all; transfers and all-reduces are
     measured between them. One process measures no communication.
@@ -101,8 +103,9 @@ def _measure(
         *stall_rows(batches),
         *memory_rows(of_every_width(points), device),
     ]
-    rows += compute_rows(points, device, 0.7 * (until - time.perf_counter()))
-    return rows + ring_rows(config, workload, device, until - time.perf_counter())
+    left = max(until - time.perf_counter(), LEAST * budget_seconds)
+    rows += compute_rows(points, device, 0.7 * left)
+    return rows + ring_rows(config, workload, device, 0.3 * left)
 
 
 def _largest_message(config: ModelConfig, workload: Workload) -> float:

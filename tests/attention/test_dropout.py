@@ -13,6 +13,7 @@ from megagraph.attention.dropout import (
     keep_mask,
     mix32,
     mix_key,
+    place_keys,
     row_keys,
 )
 from megagraph.attention.engines import choose
@@ -155,3 +156,14 @@ def test_opcheck_of_dropped_rows():
     for dtype in (torch.float64, torch.bfloat16):
         x = torch.randn(5, 7, dtype=dtype, requires_grad=True)
         torch.library.opcheck(_drop_rows, (x, 0.3, row_keys(KEY, 5, torch.zeros(1))[0, :, 0]))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+def test_keys_of_all_places_are_those_of_each(batch):
+    key = dropout_keys(3, 1, torch.arange(batch))
+    keys = place_keys(key, range(2, 6), 3)
+    for layer, of_layer in enumerate(keys, 2):
+        for place, got in enumerate(of_layer):
+            assert torch.equal(got, mix_key(key, layer, place))
+            assert got.is_contiguous() and got.storage_offset() % 4 == 0
+    assert len(keys) == 4 and len(keys[0]) == 3

@@ -19,6 +19,7 @@ from megagraph.cli import main
 from megagraph.cli.planner import read_rows
 from megagraph.planner import profile as module
 from megagraph.planner.measure.clock import average
+from megagraph.planner.measure.computing import Probe
 from megagraph.planner.measure.design import Point, design, of_every_width, random_inputs
 from megagraph.planner.measure.memory import memory_rows, observe_memory
 from megagraph.planner.profile import profile
@@ -45,6 +46,25 @@ def test_profile_measures_every_part(tmp_path, monkeypatch):
     assert cost.memory["process.byte"] >= 1
     expected = observed * cost.memory["process.byte"]
     assert cost.memory_bytes(CONFIG, mg.Plan()) == pytest.approx([expected], rel=0.03)
+
+
+def test_what_compiles_takes_nothing_of_the_time(monkeypatch):
+    """As kernels of a GPU do, for every size: it was the only one that a profile of eight seconds had."""
+    seen, step, memory = set(), Probe.step, module.memory_rows
+
+    def first_is_slow(probe):
+        time.sleep(0.0 if probe.point in seen else 0.3)
+        seen.add(probe.point)
+        step(probe)
+
+    monkeypatch.setattr(Probe, "step", first_is_slow)
+    monkeypatch.setattr(module, "memory_rows", lambda *given: time.sleep(4.0) or memory(*given))
+    rows = profile(CONFIG, WORKLOAD, device=torch.device("cpu"), budget_seconds=4.0)
+    names = ("sequences", "rows", "dim", "heads")
+    measured = {tuple(row[name] for name in names) for row in rows if row["kind"] == "layers"}
+    points = design(CONFIG, WORKLOAD, torch.device("cpu"))
+    assert measured == {(p.sequences, p.nodes, p.config.dim, p.config.heads) for p in points}
+    assert all(row["samples"] > 1 for row in rows if row["kind"] == "ring")
 
 
 @pytest.mark.parametrize(
