@@ -16,6 +16,7 @@ from megagraph.planner.rows import FIELDS, Row, check_rows
 from megagraph.planner.terms import (
     Terms,
     all_reduce_terms,
+    as_launches,
     attention_terms,
     dot,
     embedding_kept_terms,
@@ -215,14 +216,49 @@ def _ways(row: Row) -> tuple[str, ...]:
 
 def fit_seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Coefficients of both directions at once: a row that timed both has the terms of both."""
-    flat = _least_squares(
-        [{(way, name): x for way in _ways(row) for name, x in row_terms(row).items()} for row in rows],
-        [row["seconds"] for row in rows],
-    )
+    terms = [{(way, name): x for way in _ways(row) for name, x in row_terms(row).items()} for row in rows]
+    values = [row["seconds"] for row in rows]
+    flat = _least_squares(terms, values)
+    if rows and rows[0].get("device_type") == "cuda":
+        flat = _launched_ahead(terms, values, flat)
     seconds: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
     for (way, name), value in flat.items():
         seconds[way][name] = value
     return seconds
+
+
+def _launched_ahead(
+    terms: Sequence[Mapping[Any, float]], values: Sequence[float], summed: Mapping[Any, float]
+) -> dict[Any, float]:
+    """Rates where launches run ahead of the device: a row says what they take, or what the device takes.
+
+    Rows are dealt to the longer of both, from the rates of their sum on, and either is fitted to its own, until none
+    changes sides; of all turns the rates of least error are kept. What has no row keeps the rate of the sum.
+    """
+
+    def parts(row: Mapping[Any, float]) -> list[dict[Any, float]]:
+        """Launches and work of either way."""
+        found: dict[Any, dict[Any, float]] = {}
+        for (way, name), value in row.items():
+            found.setdefault((way, as_launches(name) != name), {})[way, name] = value
+        return [found.get((way, launched), {}) for way in {way for way, _ in row} for launched in (True, False)]
+
+    split = [parts(row) for row in terms]
+    rates, sides = dict(summed), None
+    best = math.inf, rates
+    for _ in range(20):
+        longer = [
+            [max(pair, key=lambda part: dot(rates, part)) for pair in zip(of[::2], of[1::2], strict=True)]
+            for of in split
+        ]
+        predicted = [sum(dot(rates, part) for part in row) for row in longer]
+        best = min(best, (mape(predicted, np.maximum(values, 1e-12).tolist()), rates), key=lambda found: found[0])
+        own = [{name: value for part in row for name, value in part.items()} for row in longer]
+        if own == sides:
+            break
+        sides = own
+        rates = dict(summed) | _least_squares(own, values)
+    return {(way, as_launches(name)): rate for (way, name), rate in best[1].items()}
 
 
 def _least_squares(

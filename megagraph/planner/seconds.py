@@ -13,6 +13,7 @@ from megagraph.planner.simulate import simulate
 from megagraph.planner.split import Floats, StageTables
 from megagraph.planner.terms import (
     Rates,
+    Terms,
     attention_terms,
     dot,
     embedding_terms,
@@ -56,7 +57,11 @@ def _layer_seconds(seconds: Mapping[str, Rates], links: Links, work: RankWork, w
     rates = seconds.get(way, {})
     # zero-bubble asks for gradients of inputs, then of weights; attention computes all of them both times
     times = 2 if work.plan.schedule == "zero_bubble" and way == "backward" else 1
-    others = dot(rates, layer_terms(work.sequences, work.rows, queries, work.config))
+    layer = layer_terms(work.sequences, work.rows, queries, work.config)
+    if work.plan.cp == 1:  # launches of all of it run ahead
+        attention = _attention_terms(work, queries)
+        return dot(rates, layer | {name: times * value for name, value in attention.items()})
+    others = dot(rates, layer)
     if work.by_heads:  # queries of all rows, whichever are wanted
         others += rates.get("layer.product", 0.0) * work.sequences * (work.rows - queries) * work.config.dim**2
         return others + times * _by_heads_seconds(rates, links, work)
@@ -75,15 +80,18 @@ def _by_heads_seconds(rates: Rates, links: Links, work: RankWork) -> float:
     return there + dot(rates, terms) + back
 
 
+def _attention_terms(work: RankWork, queries: int) -> Terms:
+    """Of a rank that has all keys in one call, or all pairs."""
+    if work.pairs:
+        supers = queries > work.block
+        return listed_terms(work.sequences, work.block, work.num_super, work.pairs, work.config, supers=supers)
+    return attention_terms(work.sequences, queries, work.columns, work.config, ring=False)
+
+
 def _attention_seconds(rates: Rates, links: Links, work: RankWork, way: str, queries: int) -> float:
     plan, config, m = work.plan, work.config, work.sequences
-    if work.pairs:
-        terms = listed_terms(m, work.block, work.num_super, work.pairs, config, supers=queries > work.block)
-        return _with_messages(dot(rates, terms), links, work, way)
-    if plan.cp == 1 or plan.comm == "allgather":
-        return _with_messages(
-            dot(rates, attention_terms(m, queries, work.columns, config, ring=False)), links, work, way
-        )
+    if work.pairs or plan.comm == "allgather":
+        return _with_messages(dot(rates, _attention_terms(work, queries)), links, work, way)
     hop, hop_of_gradients = _hops(links, work)
     local, visit = (
         dot(rates, attention_terms(m, queries, keys, config, ring=True)) for keys in (work.rows, work.block)
@@ -114,8 +122,6 @@ def _hops(links: Links, work: RankWork) -> tuple[Wire, Wire]:
 def _with_messages(seconds: float, links: Links, work: RankWork, way: str) -> float:
     """Attention to all keys of a rank at once, with their way; a halo or a ring travels behind the work."""
     plan = work.plan
-    if plan.cp == 1:
-        return seconds
     more = 1.0 if way == "forward" else work.gradients_of_keys
     if plan.comm == "halo":
         return max(seconds, links.shared(plan, more * work.halo_bytes))

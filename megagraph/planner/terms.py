@@ -25,9 +25,23 @@ Terms = dict[str, float]
 Rates = Mapping[str, float]
 
 
+_LAUNCHES = {
+    f"{part}.call": f"{part}.launch" for part in ("layer", "attention", "pair", "embedding", "head", "optimizer")
+}
+
+
 def dot(rates: Rates, terms: Terms) -> float:
-    """Seconds or bytes: every term times its rate, what has none is free."""
-    return sum(rates.get(name, 0.0) * value for name, value in terms.items())
+    """Seconds or bytes: every term times its rate, what has none is free.
+
+    Launches of a GPU's kernels run ahead of it: of what the host spends on them and what they start the longer counts.
+    """
+    work = sum(rates.get(name, 0.0) * value for name, value in terms.items())
+    return max(work, sum(rates.get(_LAUNCHES[name], 0.0) * terms[name] for name in terms.keys() & _LAUNCHES.keys()))
+
+
+def as_launches(name: str) -> str:
+    """The rate of a term where the device works on while the host calls: of calls, that of their launches."""
+    return _LAUNCHES.get(name, name)
 
 
 def layer_terms(m: float, rows: float, queries: float, config: ModelConfig) -> Terms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import megagraph as mg
 from megagraph import files
 from megagraph.models.hierarchical import HierarchicalGT
-from megagraph.planner.fitting import COMPUTED, _layered, held_out_third, predict_peak, row_terms
+from megagraph.planner.fitting import COMPUTED, _layered, held_out_third, predict_peak, row_terms, time_errors
 from megagraph.planner.memory import stage_bytes
 from megagraph.planner.split import gpipe_seconds
 from megagraph.planner.terms import attention_terms, layer_terms, stage_parameters
@@ -213,3 +214,53 @@ def test_the_loss_has_a_workspace_of_the_rows_that_are_read_out(targets, read_ou
     row = ROW | dict(kind="memory", targets=targets, in_features=1, num_classes=3, feature_rows=1, global_tokens=0)
     sizes = [predict_peak(memory, row) for memory in ({}, {"workspace.class": 1.0})]
     assert sizes[1] - sizes[0] == 2 * read_out * 3
+
+
+KERNELS = 24  # that a layer starts, one after the other
+HOST = {"forward": 20e-6, "backward": 30e-6}  # seconds of one launch
+
+
+def queue_seconds(layers: int, work: float, launch: float) -> float:
+    """A device that begins a kernel when it has come and the one before is done, event by event; a layer's kernels are
+    of unequal length."""
+    parts = np.arange(1, KERNELS + 1) / np.arange(1, KERNELS + 1).sum()
+    host = device = 0.0
+    for part in np.tile(parts, layers):
+        host += launch
+        device = max(device, host) + part * work
+    return max(host, device)
+
+
+def work_of(m: int, nodes: int, dim: int, heads: int, way: str) -> float:
+    products, scores = m * nodes * (6 + 2) * dim**2, m * nodes**2 * heads
+    return (1.0 if way == "forward" else 2.2) * (1e-13 * products + 2e-12 * scores + 3e-11 * m * nodes * dim)
+
+
+def gpu_rows(sizes):
+    for m, nodes, (dim, heads), way in sizes:
+        row = dict(kind="layers", sequences=m, rows=nodes, columns=nodes, dim=dim, ffn_dim=dim, heads=heads, layers=4)
+        row |= dict(targets=None, bias="bucket", bias_size=8, direction=way, device="a GPU", device_type="cuda")
+        yield row | dict(unit="s", seconds=queue_seconds(4, work_of(m, nodes, dim, heads, way), HOST[way]))
+
+
+def test_a_step_takes_what_its_launches_take_or_what_its_device_does():
+    shapes = ((64, 8), (128, 8), (128, 4))
+    rows = list(gpu_rows(product((1, 4, 16, 64, 256), (32, 128, 512), shapes, HOST)))
+    unseen = list(gpu_rows(product((2, 32, 128), (64, 256), shapes, HOST)))
+    cost = mg.planner.fit(rows)
+    assert time_errors(cost.seconds, unseen)["time_mape"] < 0.01  # the queue fills and runs empty at the ends
+    summed = mg.planner.fit([row | {"device_type": "cpu"} for row in rows])
+    assert time_errors(summed.seconds, unseen)["time_mape"] > 0.05
+    for way, launch in HOST.items():
+        found = cost.seconds[way]
+        assert found.get("layer.launch", 0.0) + found.get("attention.launch", 0.0) == pytest.approx(
+            KERNELS * launch, rel=0.05
+        )
+        assert "layer.call" not in found
+
+    def step(sequences: int) -> float:
+        workload = mg.planner.Workload(batch_sequences=sequences, num_nodes=128, num_super=0, num_targets=128)
+        return cost.step_seconds(CONFIG, mg.Plan(), workload)
+
+    assert step(2) == step(1) > 0.99 * 8 * KERNELS * sum(HOST.values())
+    assert step(2000) == pytest.approx(2 * step(1000))
