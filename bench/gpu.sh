@@ -29,6 +29,7 @@ if [ "$check" ]; then
     # kernels compile in as many processes; what needs processes of its own is not a matter of kernels; a line a test,
     # which a run that is cut off leaves behind
     # warnings of other versions are no faults; what the kernels compile to is known without a GPU
+    export OMP_NUM_THREADS=1  # of as many processes as cores
     timeout 530 python3 -m pytest -v --tb short -n "$(nproc)" --benchmark-disable -m "slow or not slow" --junitxml "$out/check.xml" \
         -o filterwarnings=default --ignore tests/kernels/test_compile.py \
         -k "not processes and not mesh and not gathered" bench/test_values.py tests/attention tests/kernels \

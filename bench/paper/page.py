@@ -41,7 +41,9 @@ SHOWN = {
         ("set", "split", "system"), ("test", "best_val"), lambda row: "system" in row and row["trial"] is None
     ),
     "epoch": Shown(("dataset",), ("ours_epoch_seconds", "eager_epoch_seconds", "ratio_range")),
-    "memory": Shown(("device", "nodes", "sequences"), ("seconds.ours", "seconds.eager", "peak_bytes.ours", "peak_bytes.eager")),
+    "memory": Shown(
+        ("device", "nodes", "sequences"), ("seconds.ours", "seconds.eager", "peak_bytes.ours", "peak_bytes.eager")
+    ),
     "losses": Shown(("dataset",), ("difference",)),
     "depth": Shown(("model", "layers"), ("test", "best_val", "peak_bytes"), lambda row: "model" in row),
     "sequence-memory": Shown(
