@@ -112,7 +112,8 @@ def row_of(name: str, nodes: int, seconds: dict[str, list[float]]) -> dict[str, 
     print(
         f"{name}, {nodes:,} nodes: "
         + ", ".join(f"{label} {value * 1e3:.1f} ms" for label, value in medians.items())
-        + f"; all of cp 4 {in_sum:.2f} of dp 1, dp 64 {same:.2f} of dp 1 {next(verdicts)}, later {later:.2f} of first {next(verdicts)}",
+        + f"; all of cp 4 {in_sum:.2f} of dp 1"
+        + f"; dp 64 {same:.2f} of dp 1 {next(verdicts)}, later {later:.2f} of first {next(verdicts)}",
         flush=True,
     )
     row = {"batches": name, "nodes": nodes, "unit": "s", "seconds": seconds, "median": medians}

@@ -15,6 +15,7 @@ from bench.tables import markdown
 Row = dict[str, Any]
 MIB = 2**20
 MOST_LINES = 40
+_BOTH = ("ours", "eager")
 PLAN = ("predicted_seconds", "measured_seconds", "measured_bytes")
 
 
@@ -42,7 +43,8 @@ SHOWN = {
     ),
     "epoch": Shown(("dataset",), ("ours_epoch_seconds", "eager_epoch_seconds", "ratio_range")),
     "memory": Shown(
-        ("device", "nodes", "sequences"), ("seconds.ours", "seconds.eager", "peak_bytes.ours", "peak_bytes.eager")
+        ("device", "nodes", "sequences"),
+        tuple(f"{what}.{who}{bits}" for bits in ("", " bf16") for what in ("seconds", "peak_bytes") for who in _BOTH),
     ),
     "losses": Shown(("dataset",), ("difference",)),
     "depth": Shown(("model", "layers"), ("test", "best_val", "peak_bytes"), lambda row: "model" in row),
