@@ -106,6 +106,7 @@ def speed(at: At) -> Iterator[str]:
     yield f"{s2:.2f} and {s3:.2f} s under 1F1B"
     yield from heavy(at)
     yield from gpu(at)
+    yield from deep_step(at)
     yield from large(at)
 
 
@@ -137,6 +138,21 @@ def gpu(at: At) -> Iterator[str]:
         ratios = sorted(pair["ring_steps"] / pair["one_call"] for pair in pairs.values())
         found[direction] = f"{ratios[0]:.2f} to {ratios[-1]:.2f} times"
     yield f"take {found['forward']} one call forward, {found['forward_backward']} forward and backward"
+
+
+def deep_step(at: At) -> Iterator[str]:
+    """Of 16 layers on a GPU, and what a step costs the host."""
+    (row,) = at("nvidia-h200/step_memory.json")
+    for name, words in (("ours", "HierarchicalGT"), ("eager", "eager ANS-GT")):
+        cells = []
+        for kind in (name, f"{name} bf16"):
+            low, middle, high = (1e3 * x for x in np.quantile(row["seconds"][kind], (0, 0.5, 1)))
+            cells.append(f"{middle:.0f} ms ({low:.0f} to {high:.0f}), {row['peak_bytes'][kind] / MIB:,.0f} MiB")
+        yield f"| {words} | {' | '.join(cells)} |"
+    (host,) = at("cpu/step_host.json")
+    ours, eager = (median(host["seconds"][name]) for name in ("ours", "eager"))
+    yield f"costs the host {ours / eager:.1f} times what eager ANS-GT's does"
+    yield f"with {host['calls']['ours']} operators instead of {host['calls']['eager']:,}"
 
 
 def large(at: At) -> Iterator[str]:
@@ -233,6 +249,11 @@ def claims(at: At) -> Iterator[str]:
     times = [median(deep["seconds"][name]) for name in ("ours", "eager")]
     text = "{:.1f} instead of {:.1f} GB, {:.0f} % less, in {:.1f} times less time"
     yield text.format(ours / GB, eager / GB, 100 * (1 - ours / eager), times[1] / times[0])
+    (deep,) = at("nvidia-h200/step_memory.json")
+    ours, eager = (deep["peak_bytes"][name] for name in ("ours", "eager"))
+    times = [median(deep["seconds"][name]) for name in ("ours", "eager")]
+    text = "on an H200 {:.1f} of {:.1f} GB, {:.0f} % less, in {:.1f} times the time"
+    yield text.format(ours / GB, eager / GB, 100 * (1 - ours / eager), times[0] / times[1])
     here, rows = {"N": 2048, "direction": "forward_backward"}, at("cpu/attention/attention.json")
     ours, eager = (by(rows, contender=name, **here)["saved_bytes"] / MIB for name in ("megagraph_blocked", "eager"))
     yield f"it keeps {eager:.0f} MiB for backward"
