@@ -1,7 +1,7 @@
 """Compile, where there is no GPU, what checks launch on one: minutes of its time are few.
 
     python -m bench.ahead bench/wheels/kernels.tar.xz                    what bench/test_values.py launches, for sm_90
-    python -m bench.ahead bench/wheels/kernels.tar.xz tests/attention    other tests
+    python -m bench.ahead bench/wheels/kernels.tar.xz tests/attention bench/test_points.py    other tests, more kernels
 
 Tests run as on an H200, but that their tensors lie on the CPU and their kernels are compiled and not started, so that
 all of them fail. ``bench/gpu.sh`` unpacks the binaries, which serve the same wheels of Python and Triton only; others
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.tensor  # before torch.Generator is another, which it takes for a type
 import tyro
 from torch.overrides import TorchFunctionMode
 
@@ -32,7 +33,7 @@ def main(archive: tyro.conf.Positional[Path], tests: tyro.conf.Positional[tuple[
     command += tests or ["bench/test_values.py"]
     subprocess.run(command, env=environment | {"TRITON_CACHE_DIR": str(CACHE)}, check=False)  # the tests fail
     kept = [path for path in CACHE.rglob("*") if path.suffix in (".cubin", ".json")]  # each kind after the other
-    with tarfile.open(archive, "w:xz") as file:
+    with tarfile.open(archive, "w:xz", preset=1) as file:
         for path in sorted(kept, key=lambda path: path.name):
             file.add(path, path.relative_to(CACHE))
     print(f"{archive}: {sum(path.suffix == '.cubin' for path in kept)} kernels, {archive.stat().st_size >> 20} MiB")
