@@ -14,7 +14,6 @@ from bench.paper import raw_files
 from bench.provenance import RESULTS, ROOT
 from megagraph.data.datasets import load_graph
 
-
 NO_GPU_YET = ("device-steps", "device-runs")  # has finished them
 
 
