@@ -36,6 +36,8 @@ def dot(rates: Rates, terms: Terms) -> float:
     Launches of a GPU's kernels run ahead of it: of what the host spends on them and what they start the longer counts.
     """
     work = sum(rates.get(name, 0.0) * value for name, value in terms.items())
+    if "layer.launch" not in rates and "attention.launch" not in rates:  # of a CPU; a search asks very often
+        return work
     return max(work, sum(rates.get(_LAUNCHES[name], 0.0) * terms[name] for name in terms.keys() & _LAUNCHES.keys()))
 
 
