@@ -94,7 +94,7 @@ def _kernel(x: Tensor, p: float, key: Tensor, row_ids: Tensor | None) -> Tensor:
 
 _drop_rows = torch.library.custom_op("megagraph::drop_rows", _loops, mutates_args=())
 _hidden_dropout = torch.library.custom_op("megagraph::hidden_dropout", _kernel, mutates_args=())
-PLAIN = {_drop_rows: _loops, _hidden_dropout: _kernel}
+PLAIN: dict[CustomOpDef, Callable[..., Tensor]] = {_drop_rows: _loops, _hidden_dropout: _kernel}
 
 
 @_drop_rows.register_fake
