@@ -31,7 +31,9 @@ def points(smoke: bool) -> Iterator[tuple[str, Point]]:
         for i, point in enumerate(design(model, workload, torch.device(DEVICE))):
             yield f"{name}-{i}", point
     for (_, heads, dim), (nodes, sequences), dtype in product(
-        step_memory.MODELS["cuda"], ((9, 2),) if smoke else ((9, 2), (145, 16), (145, 256)), ("fp32", "bf16")
+        step_memory.MODELS["cuda"][: 1 if smoke else None],
+        ((9, 2),) if smoke else ((9, 2), (145, 16), (145, 256)),
+        ("bf16",) if smoke else ("fp32", "bf16"),
     ):
         sizes = step_memory.config(2, heads=heads, dim=dim, ffn_dim=dim, **step_memory.RATES)
         yield (

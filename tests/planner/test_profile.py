@@ -50,15 +50,20 @@ def test_profile_measures_every_part(tmp_path, monkeypatch):
 
 def test_what_compiles_takes_nothing_of_the_time(monkeypatch):
     """As kernels of a GPU do, for every size: it was the only one that a profile of eight seconds had."""
-    seen, step, memory = set(), Probe.step, module.memory_rows
+    seen, step, memory, clock, spent = set(), Probe.step, module.memory_rows, time.perf_counter, [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + spent[0])
 
     def first_is_slow(probe):
-        time.sleep(0.0 if probe.point in seen else 0.3)
+        spent[0] += 0.0 if probe.point in seen else 1.0
         seen.add(probe.point)
         step(probe)
 
+    def slow_memory(*given):
+        spent[0] += 4.0
+        return memory(*given)
+
     monkeypatch.setattr(Probe, "step", first_is_slow)
-    monkeypatch.setattr(module, "memory_rows", lambda *given: time.sleep(4.0) or memory(*given))
+    monkeypatch.setattr(module, "memory_rows", slow_memory)
     rows = profile(CONFIG, WORKLOAD, device=torch.device("cpu"), budget_seconds=4.0)
     names = ("sequences", "rows", "dim", "heads")
     measured = {tuple(row[name] for name in names) for row in rows if row["kind"] == "layers"}
