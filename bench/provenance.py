@@ -37,6 +37,11 @@ def sized(full: T, quick: T) -> T:
     return quick if QUICK else full
 
 
+def device_folder() -> str:
+    """Of rows that are measured here: cpu, nvidia-h200, ..."""
+    return torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
+
+
 def write_rows(
     name: str, rows: Iterable[Mapping[str, Any]], folder: str | None = None, children: Collection[str] = ()
 ) -> Path:
@@ -46,9 +51,7 @@ def write_rows(
         folder: by default the device's, which is cpu, nvidia-h200, ...
         children: folders whose programs ran in processes of their own, all of whose files count as sources.
     """
-    if folder is None:
-        folder = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
-    path = RESULTS / folder / f"{name}.json"
+    path = RESULTS / (folder or device_folder()) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     own = origin(children)
     partial = path.with_suffix(".partial")  # what was measured survives whatever ends the run

@@ -29,7 +29,7 @@ import tyro
 from scipy.optimize import nnls
 from tqdm import tqdm
 
-from bench.provenance import RESULTS, current, write_judgement, write_rows
+from bench.provenance import RESULTS, current, device_folder, write_judgement, write_rows
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.fitting import (
@@ -106,8 +106,7 @@ def send_process(p: Point, pipe: Any) -> None:
 
 
 def _folder(subset: bool) -> Path:
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
-    return RESULTS / device / ("cost_model_subset" if subset else "cost_model")
+    return RESULTS / device_folder() / ("cost_model_subset" if subset else "cost_model")
 
 
 def measure(part: str, subset: bool) -> None:

@@ -22,7 +22,7 @@ import tyro
 
 from bench.paper.live_bytes import MIB
 from bench.processes import run
-from bench.provenance import PACKAGE, RESULTS, sized, write_rows
+from bench.provenance import PACKAGE, RESULTS, device_folder, sized, write_rows
 from bench.tables import markdown
 
 CLOSE, POINTS = 1e-4, 0.02
@@ -97,9 +97,8 @@ def _verdict(holds: bool) -> str:
 
 def main(root: Path, judge_only: Annotated[bool, tyro.conf.arg(name="judge")] = False) -> None:
     """Train and judge, or judge the rows that are there."""
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     if judge_only:
-        return judge(json.loads((RESULTS / device / "runs.json").read_text()))
+        return judge(json.loads((RESULTS / device_folder() / "runs.json").read_text()))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(RUNS)) as pool:
         began = {name: pool.submit(train, name, root.resolve(), Path(folder) / str(i)) for i, name in enumerate(RUNS)}
         rows = []

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity
 
 from bench.paper.live_bytes import MIB, Rank
 from bench.paper.real_plans import predict
-from bench.provenance import RESULTS, sized, write_judgement, write_rows
+from bench.provenance import RESULTS, device_folder, sized, write_judgement, write_rows
 from bench.shapes import DEVICE
 from bench.tables import markdown
 from megagraph import auto
@@ -115,8 +115,7 @@ def _kernels(rank: Rank) -> float:
 
 
 def folder() -> Path:
-    device = torch.cuda.get_device_name().lower().replace(" ", "-") if DEVICE == "cuda" else "cpu"
-    return RESULTS / device / "one_device"
+    return RESULTS / device_folder() / "one_device"
 
 
 def judge() -> None:
