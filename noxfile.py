@@ -115,7 +115,8 @@ def guides(session: nox.Session) -> None:
             if data:
                 shutil.copytree(Path(data, "CiteSeer/raw"), place / "DATA/CiteSeer/raw")
             with session.chdir(place):
-                session.run("python", "-c", FILES, env=env, external=True)
+                python = str(checkout / ".venv/bin/python")  # not that of nox
+                session.run(python, "-c", FILES, env=env, external=True)
                 for line in (line for line in lines if line != install):
                     try:
                         session.run("bash", "-ec", line, env=env, external=True)
