@@ -20,6 +20,7 @@ from megagraph.attention.engines import choose
 from megagraph.attention.operator import _attention, attention_step_, attention_step_backward_, make_step
 from megagraph.attention.step import Gradients, State
 from tests.problems import (
+    CLOSE,
     DEVICE,
     EXACT,
     FORMS,
@@ -161,7 +162,8 @@ def test_reference_is_the_formula(form):
             weights.append(math.exp(s) if visible else 0.0)
         total = sum(weights) or 1.0
         want = [sum(w * v[b][h][j][d] for j, w in enumerate(weights)) / total for d in range(5)]
-        torch.testing.assert_close(got[b, h, i].cpu(), torch.tensor(want, dtype=EXACT), rtol=1e-6, atol=1e-10)
+        want = torch.tensor(want, dtype=EXACT, device=DEVICE)
+        torch.testing.assert_close(got[b, h, i], want, rtol=max(1e-6, CLOSE), atol=CLOSE)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -15,6 +15,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import _attention, make_step
 from megagraph.attention.relation import Relation
 from tests.problems import (
+    CLOSE,
     DEVICE,
     EXACT,
     IMPLS,
@@ -116,7 +117,7 @@ def assert_is(got, dense, given, pairs):
         assert_matches(got, given)
 
 
-def assert_equal(got, want, tolerance=1e-10):
+def assert_equal(got, want, tolerance=CLOSE):
     assert got.keys() == want.keys()
     for name, x in got.items():
         torch.testing.assert_close(x, want[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

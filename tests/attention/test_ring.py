@@ -10,6 +10,7 @@ from megagraph.attention.context_parallel import loopback_attention
 from tests import ranks
 from tests.attention import ring_cases
 from tests.problems import (
+    CLOSE,
     FORMS,
     IMPLS,
     Problem,
@@ -198,7 +199,7 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(form):
     problem = ring_problem(form, 3, 2, 13, dropout_p=0.5)
     got = [run(problem, loopback_attention, num_super=2, world_size=P, impl=IMPLS[-1]) for P in (1, 2, 3)]
     for other in got[1:]:
-        torch.testing.assert_close(other, got[0], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(other, got[0], rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -16,6 +16,7 @@ from megagraph.attention.bias import DenseBias
 from megagraph.attention.cpu import tiles as cpu_tiles
 from megagraph.attention.operator import biased_attention
 from tests.problems import (
+    CLOSE,
     DEVICE,
     EXACT,
     FORMS,
@@ -132,7 +133,7 @@ def test_scales_that_say_little(scale):
     want = expected(problem, attend)
     impl = "triton"
     for name, x in expected(problem, attend).items():
-        torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(x, want[name], rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("D", [100, 256])
