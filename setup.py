@@ -52,6 +52,7 @@ setup(
             "pytest-xdist>=3.6",
             "pytest-benchmark>=5",
             "tensorboard>=2.16",
+            "wandb>=0.20",
             "hypothesis>=6.100",
             "ruff>=0.12",
             "mypy>=1.11",

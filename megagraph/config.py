@@ -25,7 +25,7 @@ LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not 
 SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")  # what guides a search of them
 FREE_FIELDS = (  # what the numbers of a run do not depend on
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
-    "bad_steps", "timeout", "trace", "tensorboard", *SEARCH_FIELDS, *LAYOUT_FIELDS,
+    "bad_steps", "timeout", "trace", "tensorboard", "wandb", *SEARCH_FIELDS, *LAYOUT_FIELDS,
 )  # fmt: skip
 
 _AT_MOST = {"seed": (1 << 63) - 1, "workers": 1024, "channels": 1024}  # others fit into 32 bits
@@ -195,6 +195,8 @@ class TrainConfig:
     """Trace the third to fifth step into RUN/trace/rank-0.json.gz, ... (for Perfetto and megagraph plot timeline)."""
     tensorboard: bool = False
     """Write the numbers of metrics.jsonl to RUN/tensorboard, too; needs the package tensorboard."""
+    wandb: bool = False
+    """Send the numbers of metrics.jsonl to Weights & Biases, too; needs the package wandb."""
     timeout: float = 1800.0
     """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 

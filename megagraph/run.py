@@ -12,6 +12,7 @@ RUN/run.json           that this is a run of ours, and its id; every other file 
     curves.png         loss and accuracy
     trace/             rank-0.json.gz, ...: a few steps of every rank, with --trace
     tensorboard/       the numbers of metrics.jsonl, with --tensorboard
+    wandb/             what Weights & Biases keeps of them here, with --wandb
     lock               while a process writes here
 """
 
@@ -47,7 +48,7 @@ _WEIGHTS = "model.safetensors"
 # what may lie in a run in which nothing has been trained yet
 _MARKING = "run.json.partial"  # of another start at this moment, or of one that was killed
 _BEFORE_THE_FIRST_STEP = ("run.json", "lock", "provenance.json", "config.json", "plan.json", "model.json")
-_RESULTS = ("summary.json", "curves.png", "trace", "tensorboard")
+_RESULTS = ("summary.json", "curves.png", "trace", "tensorboard", "wandb")
 _OURS = (*_BEFORE_THE_FIRST_STEP, "metrics.jsonl", _WEIGHTS, "checkpoints", *_RESULTS)
 
 
@@ -65,7 +66,7 @@ class Run:
         self.id = id
         self.writes = writes
         self.changes: dict[str, tuple[Any, Any]] = {}  # of the configuration, by the process that has entered it
-        self.board: Board | None = None  # which is told the same as metrics.jsonl
+        self.boards: list[Board] = []  # which are told the same as metrics.jsonl
         self._lock = lock
 
     @classmethod
@@ -229,8 +230,8 @@ class Run:
             yield
         finally:
             if self.writes:
-                if self.board is not None:
-                    self.board.close()
+                for board in self.boards:
+                    board.close()
                 if self.state == "new" and not files.others(self.folder, _BEFORE_THE_FIRST_STEP):
                     files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
                 if self._lock is not None:
@@ -297,8 +298,8 @@ class Run:
     def log(self, **values: Any) -> None:
         """Append one line to metrics.jsonl."""
         if self.writes:
-            if self.board is not None:
-                self.board.log(values)
+            for board in self.boards:
+                board.log(values)
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(values) + "\n")
 

@@ -17,7 +17,7 @@ import torch
 
 from megagraph import auto, files, plots
 from megagraph.ablation import bias_effect
-from megagraph.board import Board, check_installed
+from megagraph.board import TensorBoard, WandB
 from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
@@ -172,8 +172,9 @@ class Trainer:
                 config = config.with_plan(plan)
             if plan is not None:
                 plan.check(**config.sizes_of_plan, world_size=world_size())
-            if config.tensorboard:
-                on_rank_zero(check_installed)
+            for board in (TensorBoard, WandB):
+                if getattr(config, board.package):
+                    on_rank_zero(board.check)
             device = on_every_rank(config.torch_device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -182,7 +183,9 @@ class Trainer:
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
             if config.tensorboard:
-                run.board = Board(run.folder)
+                run.boards.append(TensorBoard(run.folder))
+            if config.wandb:
+                run.boards.append(WandB(run.folder, run.id, config))
             with run.kept():
                 try:
                     return self._fit(run, state, config, plan, device, data, stop)
