@@ -14,6 +14,7 @@ import json
 import shlex
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,7 +61,11 @@ def flags_of(flags: str, root: Path) -> list[str]:
 
 def train(name: str, root: Path, out: Path) -> dict[str, Any]:
     """The row of a run."""
-    processes, flags = RUNS[name]
+    return {"run": name} | run_of(*RUNS[name], root, out)
+
+
+def run_of(processes: int, flags: str, root: Path, out: Path) -> dict[str, Any]:
+    """What a training by the command line says; its curve: seconds of steps, validation and test accuracy, by epoch."""
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     device = "cpu" if not torch.cuda.is_available() else "cuda:0" if processes > 1 else "cuda"
     given = [*flags_of(flags, root), "--device", device, "--out", out]
@@ -70,7 +75,10 @@ def train(name: str, root: Path, out: Path) -> dict[str, Any]:
     fields = ("test_accuracy", "best_val_accuracy", "steps", "peak_memory_bytes", "parameters")
     kept = {field: summary[field] for field in fields}
     losses = [line["loss"] for line in lines if "step" in line]
-    return {"run": name, "flags": flags, "processes": processes, "unit": "accuracy"} | kept | {"losses": losses}
+    epochs = [line for line in lines if "epoch" in line]
+    seconds = accumulate(line["train_seconds"] for line in epochs)
+    curve = [(x, line["val_accuracy"], line["test_accuracy"]) for x, line in zip(seconds, epochs, strict=True)]
+    return {"flags": flags, "processes": processes, "unit": "accuracy"} | kept | {"losses": losses, "curve": curve}
 
 
 def judge(rows: list[dict[str, Any]]) -> None:

@@ -36,6 +36,11 @@ EXPERIMENTS = {
     "losses": Experiment(
         "losses of both on the same batches", ("cpu/step_losses.json",), ("step_memory losses --root ROOT",)
     ),
+    "convergence": Experiment(
+        "accuracy against time, beside eager ANS-GT and TorchGT, and of several processes",
+        ("cpu/convergence/time.json", "cpu/convergence/processes.json"),
+        ("convergence time --root ROOT", "convergence processes --root ROOT", "convergence judge"),
+    ),
     "depth": Experiment(
         "accuracy and memory against depth",
         ("cpu/depth/series.json", "cpu/depth/paper.json"),
