@@ -28,7 +28,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -189,7 +189,7 @@ def _worker() -> None:
     dist.destroy_process_group()
 
 
-def main(link: bool = False, worker: Annotated[bool, tyro.conf.Suppress] = False) -> None:
+def main(link: bool = False, worker: bool = False) -> None:
     """Print the rows and write them to bench/results/cpu/ring_overlap.json, or ring_overlap_link.json.
 
     Args:
