@@ -81,14 +81,15 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
     """A launch of the variant's kernel on uninitialised tensors of the benchmarks' kind."""
     from megagraph.kernels import biased_attention as kernels
     from megagraph.kernels import listed_attention as listed_kernels
-    from megagraph.kernels.hidden_dropout import Rate, launch_hidden_dropout
+    from megagraph.kernels.hidden_dropout import launch_hidden_dropout
 
-    dtype, form = getattr(torch, variant.dtype), variant.form
+    tf32, form = variant.dtype == "tf32", variant.form
+    dtype = torch.float32 if tf32 else getattr(torch, variant.dtype)
     short, listed = variant.path == "short", variant.path == "listed"
     D, N = variant.head_dim, 32 if short else N
     if variant.kernel == "hidden_dropout":
         x, key = torch.empty(B, N, H * D, dtype=dtype), torch.empty(B, dtype=torch.int32)
-        return partial(launch_hidden_dropout, x, key, None, Rate(0.1))
+        return partial(launch_hidden_dropout, x, key, None, 0.1)
     columns = N if variant.aligned or short else N - 1
 
     def rows(dtype=dtype):
@@ -133,6 +134,7 @@ def prepare(variant: Variant, N: int = 1024) -> Callable[[], None]:
         dropout_p=0.1 if variant.dropout else 0.0,
         dropout_key=torch.empty(B, dtype=torch.int32) if variant.dropout else None,
         row_ids=torch.empty(N, dtype=torch.int32) if variant.dropout else None,
+        tf32=tf32,
         **lists,
     )
     m, l, lse, delta = (torch.empty(B, H, N) for _ in range(4))

@@ -86,7 +86,7 @@ def _key_tile(
         drop = dropped(x, row_key[:, None], (keys.col + offs_n)[None, :])
         p_kept = tl.where(drop, 0.0, p)
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
-    dv = add_dot(dv, tl.trans(p_kept.to(do.dtype)), do)
+    dv = add_dot(x, dv, tl.trans(p_kept.to(do.dtype)), do)
     ds = (p * (dp - delta)).to(q.dtype)  # 0 for a masked pair, whose p is 0
     ptrs = tile_ptrs(x, ds_out, b, h, row, offs_m, keys.place, offs_n)
     if MASKED and PADDED:
@@ -95,7 +95,7 @@ def _key_tile(
         tl.store(ptrs, ds, mask=in_rows[:, None] & in_cols[None, :])
     else:
         tl.store(ptrs, ds)
-    return add_dot(dk, tl.trans(ds), q), dv
+    return add_dot(x, dk, tl.trans(ds), q), dv
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def query_pass(
                 k = load_rows(x, x.k, k_ptr, key_start + start, offs_n, left, MASKED)
                 ptrs = tile_ptrs(x, ds, b, h, row, near_m, place + start, offs_n)
                 of_keys = tl.load(ptrs, mask=(offs_n < left)[None, :], other=0.0) if MASKED else tl.load(ptrs)
-                dq = add_dot(dq, readable(of_keys), k)
+                dq = add_dot(x, dq, readable(of_keys), k)
     if LAST:
         write_rows(x, dq_out, (b, h, row), offs_m, x.M - row, dq * x.scale, ACCUMULATE)
     else:

@@ -69,7 +69,7 @@ def _fwd_tile(x, running, q, queries, keys, BLOCK_N: tl.constexpr, MASKED: tl.co
     l = running.l * rescale + tl.sum(p, axis=1, keep_dims=True)
     if x.THRESHOLD > 0:  # kept p is scaled once, in out
         p = tl.where(dropped(x, queries.keys[:, None], (keys.col + offs_n)[None, :]), 0.0, p)
-    return Running(m, l, add_dot(running.acc * rescale, p, v))
+    return Running(m, l, add_dot(x, running.acc * rescale, p, v))
 
 
 @triton.jit

@@ -7,7 +7,6 @@ The gradient is the same function of d_out: backward launches this kernel again,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -60,21 +59,15 @@ def hidden_dropout(hidden, out, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
     tl.store(out.ptr + offsets, kept, mask=inside)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """p: probability to drop, in [0, 1)."""
-
-    p: float
-
-
 @planned
-def launch_hidden_dropout(recorder: Recorder, x: Tensor, key: Tensor, row_ids: Tensor | None, rate: Rate) -> Tensor:
+def launch_hidden_dropout(recorder: Recorder, x: Tensor, key: Tensor, row_ids: Tensor | None, p: float) -> Tensor:
     """Dropout of x, contiguous.
 
     Args:
         x: [B, M, C], any strides, floating.
         key: int32 [B], contiguous.
         row_ids: integer [M], contiguous, global row of each row; None: the local row.
+        p: probability to drop, in [0, 1).
     """
     B, M, C = x.shape
     product = tl.float64 if x.dtype == torch.float64 else tl.float32
@@ -86,8 +79,8 @@ def launch_hidden_dropout(recorder: Recorder, x: Tensor, key: Tensor, row_ids: T
         first_head=None,
         M=M,
         C=C,
-        THRESHOLD=tl.constexpr(int(rate.p * (1 << 32))),
-        KEEP_SCALE=tl.constexpr(1.0 / (1.0 - rate.p)),
+        THRESHOLD=tl.constexpr(int(p * (1 << 32))),
+        KEEP_SCALE=tl.constexpr(1.0 / (1.0 - p)),
         PRODUCT_DTYPE=tl.constexpr(product),
     )
     out = recorder.empty(B, M, C, dtype=x.dtype)

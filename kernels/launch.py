@@ -101,8 +101,8 @@ class Plan:
 
 
 def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """``launcher(recorder, *arguments)`` as a function of its arguments: tensors, the first on the device to use, and
-    dataclasses of tensors and hashable values. It may return an argument or memory of the recorder's."""
+    """``launcher(recorder, *arguments)`` as a function of its arguments: tensors, the first on the device to use,
+    numbers, and dataclasses of tensors and hashable values. It may return an argument or memory of the recorder's."""
 
     @functools.wraps(launcher)
     def run(*arguments: Any) -> Tensor | None:
@@ -135,7 +135,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
 def _fields(arguments: tuple[Any, ...]) -> list[Any]:
     values: list[Any] = []
     for x in arguments:
-        if x is None or isinstance(x, Tensor):
+        if x is None or isinstance(x, (Tensor, int, float)):
             values.append(x)
         else:
             values += vars(x).values()

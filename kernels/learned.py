@@ -33,10 +33,10 @@ def _equal_codes(x, here, codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def add_learned(sums, factor, ds):
+def add_learned(x, sums, factor, ds):
     """Add ds [GROUP, BLOCK_M, BLOCK_N] times factor [WARPS, ROWS, pairs of a warp] to sums [WARPS, ROWS, GROUP]."""
     turned = tl.permute(tl.reshape(ds, [ds.shape[0], sums.shape[0], factor.shape[2]]), (1, 2, 0))
-    return add_dot(sums, factor, turned)
+    return add_dot(x, sums, factor, turned)
 
 
 @triton.jit
@@ -97,6 +97,6 @@ def learned_pass(
                 values = readable(tl.load(here + (of_heads + of_pairs), mask=exist[:, :, None], other=0.0))
                 col = column_start + start
                 factor = _factor(x, b, row, col, near_m, offs_n, inside, codes, ROWS, values.dtype, MASKED)
-                sums = add_dot(sums, factor, values)
+                sums = add_dot(x, sums, factor, values)
     offs_sums = tl.arange(0, ROWS)[:, None] + tl.arange(0, GROUP)[None, :] * ROWS
     tl.store(partials + (first_program + pid) * (ROWS * GROUP) + offs_sums, tl.sum(sums, axis=0))

@@ -150,6 +150,7 @@ def operands_of(
         "COLUMN_ALIGNMENT": 1,
         "PLACE_ALIGNMENT": 1,
         "ACC_DTYPE": acc_dtype,
+        "PRECISION": "tf32" if step.tf32 else "ieee",
         "ASSEMBLY": tiles.has_halves(tiles.architecture()),
         "ENTRIES": learned.shape[1] if form == "bucket" and learned is not None and fits_lanes(q, learned) else 0,
         "CODE": code,

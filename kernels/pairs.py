@@ -71,13 +71,13 @@ def heads_dot(x, a, b):
 
 
 @triton.jit
-def add_heads_dot(acc, p, a):
+def add_heads_dot(x, acc, p, a):
     """``add_dot`` likewise."""
     if a.shape[0] == 1:
-        total = add_dot(tl.reshape(acc, acc.shape[1:]), tl.reshape(p, p.shape[1:]), tl.reshape(a, a.shape[1:]))
+        total = add_dot(x, tl.reshape(acc, acc.shape[1:]), tl.reshape(p, p.shape[1:]), tl.reshape(a, a.shape[1:]))
         return tl.reshape(total, acc.shape)
     else:
-        return add_dot(acc, p, a)
+        return add_dot(x, acc, p, a)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _fold_tile(x, walk, running, q, at, keys, visited, place):
     l = running.l * rescale + tl.sum(p, axis=2, keep_dims=True)
     if x.THRESHOLD > 0:  # kept p is scaled once, in out
         p = tl.where(is_dropped(x, walk, keys[:, :, None], visited.other[None, None, :]), 0.0, p)
-    return Running(m, l, add_heads_dot(running.acc * rescale, p, v))
+    return Running(m, l, add_heads_dot(x, running.acc * rescale, p, v))
 
 
 @triton.jit

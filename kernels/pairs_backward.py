@@ -65,8 +65,8 @@ def _row_tile(x, walk, sums, rows, at, keys, codes, visited, place, d_pairs, SUM
         tl.store(ptrs, ds + tl.load(ptrs, mask=keep, other=0.0), mask=keep)
     if SUMS:
         factor = _learned_factor(x, visited.number, codes, d_learned.shape[0], d_learned.shape[1], k.dtype)
-        d_learned = add_learned(d_learned, factor, ds.to(k.dtype))
-    return add_heads_dot(dq, ds, k), d_learned
+        d_learned = add_learned(x, d_learned, factor, ds.to(k.dtype))
+    return add_heads_dot(x, dq, ds, k), d_learned
 
 
 @triton.jit
@@ -140,8 +140,8 @@ def _key_tile(x, walk, saved, dk, dv, k, v, at, ids, visited, seen):
         drop = is_dropped(x, walk, keys[:, None, :], ids)
         kept = tl.where(drop, 0.0, p)
         dp = tl.where(drop, 0.0, dp * x.KEEP_SCALE)
-    dv = add_heads_dot(dv, kept, do)
-    return add_heads_dot(dk, p * (dp - delta), q), dv
+    dv = add_heads_dot(x, dv, kept, do)
+    return add_heads_dot(x, dk, p * (dp - delta), q), dv
 
 
 @triton.jit

@@ -81,6 +81,7 @@ class Operands(NamedTuple):
     COLUMN_ALIGNMENT: int  # divides the column where a segment starts
     PLACE_ALIGNMENT: int  # and its place
     ACC_DTYPE: tl.dtype  # of scores and sums
+    PRECISION: str  # of products of fp32: "ieee", or "tf32"
     ASSEMBLY: bool  # ``halves`` may use it
     ENTRIES: int  # of a table that is read as it is, at most LANES; 0: it is padded
     CODE: int  # or'ed with a bucket to give its pattern
@@ -193,23 +194,23 @@ def write_rows(x, t, place, offs, left, rows, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def dot(x, a, b):
-    """a b; "ieee" keeps fp32 inputs fp32, where the default would round them to tf32.
+    """a b, of fp32 as ``PRECISION`` says.
 
     Interpreted, in fp64: numpy rounds an fp32 product up to twice as much as PyTorch does, on CPUs with AVX2.
     """
     if INTERPRET:
         return tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(x.ACC_DTYPE)
-    return tl.dot(a, b, input_precision="ieee", out_dtype=x.ACC_DTYPE)
+    return tl.dot(a, b, input_precision=x.PRECISION, out_dtype=x.ACC_DTYPE)
 
 
 @triton.jit
-def add_dot(acc, p, a):
+def add_dot(x, acc, p, a):
     """acc + p a, with the scores-shaped p rounded to a's dtype for the tensor cores."""
     if INTERPRET:
         return (acc + tl.dot(p.to(a.dtype).to(tl.float64), a.to(tl.float64), out_dtype=tl.float64)).to(acc.dtype)
     if a.dtype == tl.float32:  # a tile's sum first, as one long chain of sums loses digits; of 0, Triton would chain it
-        return acc + tl.dot(p, a, acc * 0.0, input_precision="ieee", out_dtype=acc.dtype)
-    return tl.dot(p.to(a.dtype), a, acc, input_precision="ieee", out_dtype=acc.dtype)
+        return acc + tl.dot(p, a, acc * 0.0, input_precision=x.PRECISION, out_dtype=acc.dtype)
+    return tl.dot(p.to(a.dtype), a, acc, input_precision=x.PRECISION, out_dtype=acc.dtype)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ class Variant(NamedTuple):
 
     kernel: str  # "fwd", "bwd" or "hidden_dropout"
     form: str
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of torch, or "tf32": float32 whose products may be of rounded inputs
     head_dim: int = 64
     step: str = "only"  # of a ring: "only", "first", "middle" or "last"; backward writes at the first, else adds
     dropout: bool = False
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
 FACTORS: dict[str, tuple] = {
     "kernel": ("fwd", "bwd"),
     "form": FORMS,
-    "dtype": ("bfloat16", "float16", "float32"),
+    "dtype": ("bfloat16", "float16", "float32", "tf32"),
     "head_dim": (8, 4, 64, 1, 16, 40, 128, 256),
     "step": ("only", "first", "middle", "last"),
     "dropout": (False, True),

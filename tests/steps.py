@@ -17,7 +17,9 @@ def one_step(N):
     return [(torch.arange(N, device=DEVICE), [(0, 0, N)])]
 
 
-def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, name="triton") -> dict[str, Tensor]:
+def run_steps(
+    problem: Problem, steps=None, row_ids=None, learned_grad=True, name="triton", tf32=False
+) -> dict[str, Tensor]:
     """out, lse and gradients; steps: (global columns of the visiting keys, segments) each."""
     q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
     D = q.shape[3]
@@ -37,6 +39,7 @@ def run_steps(problem: Problem, steps=None, row_ids=None, learned_grad=True, nam
         dropout_p=problem.dropout_p,
         dropout_key=problem.dropout_key,
         row_ids=row_ids,
+        tf32=tf32,
         **({} if bias is None or bias.relation is None else bias.relation.lists),
     )
     out, (m, l, lse) = torch.empty_like(q), (torch.empty(q.shape[:3], dtype=dtype, device=DEVICE) for _ in range(3))

@@ -56,7 +56,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, operator, x, p, *keys):
         ctx.operator, ctx.p = operator, p
         ctx.save_for_backward(*keys)
-        return PLAIN[operator](x, p, *keys)
+        return _PLAIN[operator](x, p, *keys)
 
     @staticmethod
     def backward(ctx, d_out):
@@ -85,16 +85,16 @@ def _loops(x: Tensor, p: float, row_key: Tensor) -> Tensor:
 
 def _kernel(x: Tensor, p: float, key: Tensor, row_ids: Tensor | None) -> Tensor:
     """x [B, M, d] without what key int32 [B] drops; ``row_ids``: integer [M], None where they are 0, 1, ..."""
-    from megagraph.kernels.hidden_dropout import Rate, launch_hidden_dropout
+    from megagraph.kernels.hidden_dropout import launch_hidden_dropout
 
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    return launch_hidden_dropout(x, key.contiguous(), None if row_ids is None else row_ids.contiguous(), Rate(p))
+    return launch_hidden_dropout(x, key.contiguous(), None if row_ids is None else row_ids.contiguous(), p)
 
 
 _drop_rows = torch.library.custom_op("megagraph::drop_rows", _loops, mutates_args=())
 _hidden_dropout = torch.library.custom_op("megagraph::hidden_dropout", _kernel, mutates_args=())
-PLAIN: dict[CustomOpDef, Callable[..., Tensor]] = {_drop_rows: _loops, _hidden_dropout: _kernel}
+_PLAIN: dict[CustomOpDef, Callable[..., Tensor]] = {_drop_rows: _loops, _hidden_dropout: _kernel}
 
 
 @_drop_rows.register_fake
@@ -120,5 +120,5 @@ def _backward(operator: CustomOpDef) -> Callable[..., Any]:
     return backward
 
 
-for _operator in PLAIN:
+for _operator in _PLAIN:
     _operator.register_autograd(_backward(_operator), setup_context=_setup_context)

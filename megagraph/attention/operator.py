@@ -79,7 +79,8 @@ def biased_attention(
     as given.
 
     Args:
-        q: [B, H, M, D] floating point, 1 <= D <= 256 (no padding needed).
+        q: [B, H, M, D] floating point, 1 <= D <= 256 (no padding needed). On CUDA products of fp32 are of inputs
+            rounded to TF32 where ``torch.backends.cuda.matmul.fp32_precision`` says so, as PyTorch's own.
         k, v: [B, H, N, D] in q's dtype.
         bias: ``DenseBias``, ``BucketBias`` or ``ProjectedBias`` of shape [B or 1, H or 1, M, N]; a float tensor of
             2 to 4 dimensions is taken as dense, as ``attn_mask`` of ``F.scaled_dot_product_attention``.
@@ -154,6 +155,7 @@ def make_step(
         dropout_p=dropout_p,
         dropout_key=None if dropout_p == 0.0 or dropout_key is None else dropout_key.contiguous(),
         first_head=first_head,
+        tf32=q.is_cuda and q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         **lists,
     )
 

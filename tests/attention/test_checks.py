@@ -43,6 +43,7 @@ def valid(name: str) -> dict:
         row_ids=row_ids,
         first_column=0,
         first_head=0,
+        tf32=False,
         **dict.fromkeys(LISTS),
     )
     out, (lse, m, l) = torch.zeros_like(problem.q), (zeros(B, H, M) for _ in range(3))
