@@ -83,7 +83,17 @@ def speed(at: At) -> Iterator[str]:
     forward, backward = (by(at("cpu/ring_overlap.json"), direction=name) for name in ("forward", "backward"))
     text = "{:.2f} of the time of waiting for each message (medians; {:.2f} to {:.2f} over 11 rounds, ideal {:.2f})"
     yield text.format(forward["ratio"]["of_medians"], *forward["ratio"]["range"], forward["ideal_ratio"])
-    text = "backward {:.2f} ({:.2f} to {:.2f}, ideal {:.2f})"
+    text = "{:.2f} ({:.2f} to {:.2f}, ideal {:.2f})"
+    yield "backward " + text.format(
+        backward["ratio"]["of_medians"], *backward["ratio"]["range"], backward["ideal_ratio"]
+    )
+    forward, backward = (by(at("cpu/ring_overlap_link.json"), direction=name) for name in ("forward", "backward"))
+    steps, message = forward["steps"]["median"] / forward["P"], forward["message"]["median"]
+    assert message > steps, "the page says that a message takes longer"
+    yield f"links of {forward['mbit']:.0f} Mbit/s"
+    text = "forward {:.2f} ({:.2f} to {:.2f} over 7 rounds, ideal {:.2f})"
+    yield text.format(forward["ratio"]["of_medians"], *forward["ratio"]["range"], forward["ideal_ratio"])
+    text = "backward {:.2f} ({:.2f} to {:.2f}, ideal {:.2f}), the ideals"
     yield text.format(backward["ratio"]["of_medians"], *backward["ratio"]["range"], backward["ideal_ratio"])
     halos = {name: at(f"cpu/halo/{name}.json") for name in ("wordnet30", "debian12", "computers")}
     most = [max(rows[0]["ranks_4"]["halo"]) for rows in halos.values()]
@@ -280,7 +290,10 @@ def claims(at: At) -> Iterator[str]:
     received = max(at("cpu/halo/wordnet30.json")[0]["ranks_4"]["halo"])
     yield f"a rank of four receives at most {received:.3f}, in a ring {0.75:.2f}"
     ring = by(at("cpu/ring_overlap.json"), direction="forward")
-    yield f"{ring['ratio']['of_medians']:.2f} of the time of waiting for each message, ideal {ring['ideal_ratio']:.2f}"
+    yield f"as long as a step {ring['ratio']['of_medians']:.2f}, ideal {ring['ideal_ratio']:.2f}"
+    link = [by(at("cpu/ring_overlap_link.json"), direction=name) for name in ("forward", "backward")]
+    text = "forward {:.2f} of the time of waiting for each message, ideal {:.2f}, backward {:.2f}, ideal {:.2f}"
+    yield text.format(*(x for row in link for x in (row["ratio"]["of_medians"], row["ideal_ratio"])))
     even, short = heavy_first(at)[4096]["6,6,6,6"], heavy_first(at)[4096]["3,7,7,7"]
     text = "{:.1f}, {:.1f}, {:.1f} and {:.1f} MiB"
     more = 100 * (even["MiB"][0] / even["MiB"][1] - 1)

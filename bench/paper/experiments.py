@@ -38,7 +38,7 @@ EXPERIMENTS = {
     ),
     "convergence": Experiment(
         "accuracy against time, beside eager ANS-GT and TorchGT, and of several processes",
-        ("cpu/convergence/time.json", "cpu/convergence/processes.json"),
+        ("cpu/convergence/*.json",),
         ("convergence time --root ROOT", "convergence processes --root ROOT", "convergence judge"),
     ),
     "depth": Experiment(
