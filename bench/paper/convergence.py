@@ -4,9 +4,10 @@
     python -m bench.paper.convergence processes --root DATA   # trainings by the command line, TorchGT's among them
     python -m bench.paper.convergence judge                   # what is asked, from the rows alone, and the figure
 
-Time: both start from the same weights, take the same batches in turn and are evaluated after every epoch, which counts
-for neither; a curve is validation and test accuracy over the seconds of its own steps and of the loader. Said: when
-each has first got to NEAR below the eager model's best validation accuracy. Asked: ours sooner, for every seed.
+Time: both start from the same weights, compute the same without dropout (loss and input gradient, to CLOSE), take the
+same batches in turn and are evaluated after every epoch, which counts for neither; a curve is validation and test
+accuracy over the seconds of its own steps and of the loader. Said: when each has first got to NEAR below the eager
+model's best validation accuracy. Asked: ours sooner, for every seed.
 Processes: seconds are those of training, start and evaluation left out; processes have two cores together, so that more
 of them show what sharing the work costs. Asked: test accuracies, means over the seeds, at most POINTS from one
 process's (paper, Sec. IV-B). TorchGT is Graphormer on METIS clusters whose rows two processes share by heads.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time as clock
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ import torch
 import tyro
 
 from bench.paper.device_runs import run_of
-from bench.paper.epoch_time import ANS_GT, BATCH_SIZE, Contender, EagerANSGT
+from bench.paper.epoch_time import ANS_GT, BATCH_SIZE, Contender, EagerANSGT, compare
 from bench.provenance import PACKAGE, RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, markdown, save
 from megagraph.config import TrainConfig
@@ -38,7 +40,7 @@ from megagraph.evaluate import batches, choose_split, make_loader, model_config_
 from megagraph.models.hierarchical import HierarchicalGT
 
 EPOCHS, SEEDS, STEPS = sized((15, (0, 1, 2), None), quick=(2, (0,), 8))
-DATASET, NEAR, POINTS = "citeseer", 0.01, 0.002
+DATASET, NEAR, POINTS, CLOSE = "citeseer", 0.01, 0.002, 1e-4
 CONFIG: dict[str, Any] = dict(ANS_GT, samples=1, batch_size=BATCH_SIZE, dropout=0.1, input_dropout=0.1)
 _FLAGS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in CONFIG.items())
 _OURS = f"--dataset ROOT:{DATASET} {_FLAGS} --epochs {EPOCHS} --learning-rate 2e-4"
@@ -76,11 +78,13 @@ def curves(seed: int, root: Path) -> dict[str, list[tuple[float, float, float]]]
     config = TrainConfig(dataset=DATASET, root=root, seed=seed, **CONFIG)
     graph = load_graph(DATASET, root)
     builder, split = batches(config, graph), choose_split(graph, config)
-    given = model_config_of(config, graph, builder)
+    given = replace(model_config_of(config, graph, builder), bias_unit=(), bias_start=())  # ANS-GT has neither
     torch.manual_seed(seed)
     ours, eager = Contender("ours", HierarchicalGT(given)), Contender("eager", EagerANSGT(given))
     eager.model.take(ours.model)
     loader = make_loader(config, builder, split.train, shuffle=True)
+    off = compare(ours, eager, next(iter(loader.epoch(0))))
+    assert off < CLOSE, f"the two models do not compute the same: {off:.1e}"
     asked = make_loader(config, builder, np.concatenate([split.val, split.test]))
     found: dict[str, list[tuple[float, float, float]]] = {"ours": [], "eager": []}
     step, loading = 0, 0.0

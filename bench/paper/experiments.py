@@ -38,7 +38,7 @@ EXPERIMENTS = {
     ),
     "convergence": Experiment(
         "accuracy against time, beside eager ANS-GT and TorchGT, and of several processes",
-        ("cpu/convergence/*.json",),
+        ("cpu/convergence/[tp]*.json",),
         ("convergence time --root ROOT", "convergence processes --root ROOT", "convergence judge"),
     ),
     "depth": Experiment(

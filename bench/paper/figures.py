@@ -110,3 +110,19 @@ def ablation(at: At) -> Iterator[str]:
     shared = max(abs(off[name]) for name in off if name[:2] in ("no", "pp", "cp", "dp"))
     yield f"within {100 * shared:.0f} % where ranks share in fp32, {-100 * off['recomputation']:.0f} % too low with "
     yield f"recomputation and {100 * off['16 bits']:.0f} % too high with 16 bits"
+
+
+def convergence(at: At) -> Iterator[str]:
+    """A line a seed, and how often ours has been sooner."""
+    sooner = 0
+    for row in at("cpu/convergence/time.json"):
+        curves = [row["ours_curve"], row["eager_curve"]]
+        near = max(val for _, val, _ in curves[1]) - 0.01
+        reached = [next((seconds for seconds, val, _ in curve if val >= near), None) for curve in curves]
+        tests = [100 * max(curve, key=lambda point: point[1])[2] for curve in curves]
+        seconds = [curve[-1][0] for curve in curves]
+        cells = [f"{tests[0]:.1f}", f"{tests[1]:.1f}", f"{seconds[0]:.0f}", f"{seconds[1]:.0f}"]
+        cells += ["never" if x is None else f"{x:.0f}" for x in reached]
+        sooner += None not in reached and reached[0] < reached[1]
+        yield f"| {row['seed']} | {' | '.join(cells)} |"
+    yield f"Ours is there sooner with {sooner} of the {len(at('cpu/convergence/time.json'))} seeds"
