@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from megagraph.attention.bias import DenseBias
 from megagraph.attention.cpu import tiles as cpu_tiles
-from megagraph.attention.operator import biased_attention
+from megagraph.attention.operator import biased_attention, make_step
 from tests.problems import (
     CLOSE,
     DEVICE,
@@ -35,7 +36,8 @@ from tests.steps import run_steps
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
 from megagraph.kernels import biased_attention as kernels
-from megagraph.kernels.launch import plans
+from megagraph.kernels.launch import Recorder, plans
+from megagraph.kernels.operands import operands_of
 
 
 @pytest.fixture(autouse=True)
@@ -256,6 +258,20 @@ def test_learned_may_have_another_dtype(form, D):
         assert torch.equal(got.pop("d_learned"), want["d_learned"].half())
         got["d_learned"] = want["d_learned"]
     assert_matches(got, rounded)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "taken"),
+    [("ieee", torch.float32, "ieee"), ("tf32", torch.float32, "tf32"), ("tf32", torch.float16, "ieee")],
+    ids=str,
+)
+def test_products_are_rounded_where_those_of_pytorch_may_be(asked, dtype, taken, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", asked)
+    with FakeTensorMode():
+        q = torch.empty(1, 1, 2, 4, dtype=dtype, device="cuda")
+    step = make_step(q, None, None, None, 0.0, None, "triton", False)
+    x = torch.empty(1, 1, 2, 4, dtype=dtype, device=DEVICE)
+    assert operands_of(Recorder(x.device), step, None, x, x, x).PRECISION.value == taken
 
 
 def test_large_bias_row_stays_finite():
