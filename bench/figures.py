@@ -14,7 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from bench.paper.figures import GIB, MIB, At, ablation, by, depth, heavy, heavy_first, of_depth, shared_sequence
+from bench.paper.figures import (
+    BOTH,
+    GIB,
+    MIB,
+    At,
+    ablation,
+    best_test,
+    by,
+    convergence,
+    depth,
+    heavy,
+    heavy_first,
+    of_depth,
+    shared_sequence,
+)
 
 SHAPES = ((8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32))
 PEERS = {"sdpa_efficient": "SDPA efficient", "flex_attention": "FlexAttention", "jax_cudnn": "JAX, cuDNN"}
@@ -60,6 +74,7 @@ def accuracy(at: At) -> Iterator[str]:
     for name in GRAPHS:
         cells = ["{:.1f} ± {:.1f}".format(*accuracies(at, name, model)) for model in ("hierarchical", "gcn")]
         yield f"| {name.title()} | {' | '.join(cells)} |"
+    yield from convergence(at)
     yield from depth(at)
 
 
@@ -281,6 +296,9 @@ def claims(at: At) -> Iterator[str]:
         yield name + " {:.1f} % with 1 layer, {:.1f} with 2, {:.1f} with 32".format(*ends)
     (paper,) = at("cpu/depth/paper.json")
     yield f"{100 * paper['test']:.1f} % on Cora after {paper['epochs']} epochs, which are {paper['steps']} steps"
+    right = "{:.1f}, {:.1f} and {:.1f} %"
+    ours, eager = ([best_test(row[f"{name}_curve"]) for row in at("cpu/convergence/time.json")] for name in BOTH)
+    yield f"are {right.format(*ours)} of ours, {right.format(*eager)} of eager ANS-GT's"
     (gaps,) = at("cpu/search-gaps.json")
     assert gaps["missed"] == 0 and max(gaps["gaps"]) == 0.0, "the page says that none is behind"
     yield f"in {gaps['problems']} smaller problems with {gaps['plans']:,} plans"
