@@ -37,9 +37,14 @@ EXPERIMENTS = {
         "losses of both on the same batches", ("cpu/step_losses.json",), ("step_memory losses --root ROOT",)
     ),
     "convergence": Experiment(
-        "accuracy against time, beside eager ANS-GT and TorchGT, and of several processes",
-        ("cpu/convergence/[tp]*.json",),
-        ("convergence time --root ROOT", "convergence processes --root ROOT", "convergence judge"),
+        "accuracy against time beside eager ANS-GT",
+        ("cpu/convergence/time.json",),
+        ("convergence time --root ROOT",),
+    ),
+    "processes": Experiment(
+        "accuracy of several processes, and TorchGT's",
+        ("cpu/convergence/processes.json",),
+        ("convergence processes --root ROOT", "convergence judge"),
     ),
     "depth": Experiment(
         "accuracy and memory against depth",

@@ -47,7 +47,8 @@ SHOWN = {
         tuple(f"{what}.{who}{bits}" for bits in ("", " bf16") for what in ("seconds", "peak_bytes") for who in _BOTH),
     ),
     "losses": Shown(("dataset",), ("difference",)),
-    "convergence": Shown(("run", "processes"), ("test_accuracy", "best_val_accuracy"), lambda row: "run" in row),
+    "convergence": Shown((), (), lambda row: False),  # curves; docs/accuracy.md has what they say
+    "processes": Shown(("run", "processes"), ("test_accuracy", "best_val_accuracy")),
     "depth": Shown(("model", "layers"), ("test", "best_val", "peak_bytes"), lambda row: "model" in row),
     "sequence-memory": Shown(
         ("bias", "ranks", "comm"),
