@@ -279,7 +279,7 @@ def test_products_of_too_few_numbers_are_found(shape, width, misfits):
 
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead(tmp_path):
-    archive, test = tmp_path / "kernels.tar.xz", "bench/test_values.py::test_operator[bfloat16-8-bucket-triton]"
+    archive, test = tmp_path / "kernels.tar.xz", "bench/test_values.py::test_operator[bfloat16-8-none-triton]"
     done = subprocess.run(
         [sys.executable, "-m", "bench.ahead", archive, test], cwd=ROOT, capture_output=True, text=True
     )
