@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import tyro
 
-from bench.paper.device_runs import run_of
+from bench.paper.device_runs import run_of, verdict
 from bench.paper.epoch_time import ANS_GT, BATCH_SIZE, Contender, EagerANSGT, compare
 from bench.provenance import PACKAGE, RESULTS, sized, write_judgement, write_rows
 from bench.tables import draw, markdown, save
@@ -127,9 +127,9 @@ def processes(root: Path) -> None:
     write_rows("processes", rows, folder="cpu/convergence", children=PACKAGE)
 
 
-def reached(curve: list[list[float]], least: float) -> float | None:
-    """Seconds until validation accuracy was ``least``."""
-    return next((seconds for seconds, val, _ in curve if val >= least), None)
+def reached(curve: list[list[float]], least: float) -> float:
+    """Seconds until validation accuracy was ``least``, which may be never."""
+    return next((seconds for seconds, val, _ in curve if val >= least), np.inf)
 
 
 def judge() -> None:
@@ -140,12 +140,11 @@ def judge() -> None:
     for row in pairs:
         least = max(val for _, val, _ in row["eager_curve"]) - NEAR
         ours, eager = (reached(row[f"{name}_curve"], least) for name in ("ours", "eager"))
-        ratios.append(None if ours is None or eager is None else eager / ours)
-        seconds = ["never" if x is None else f"{x:.1f}" for x in (ours, eager)]
-        body.append([str(row["seed"]), f"{100 * least:.1f}", *seconds])
+        ratios.append(eager / ours)
+        body.append([str(row["seed"]), f"{100 * least:.1f}", f"{ours:.1f}", f"{eager:.1f}"])
     print(markdown(["seed", "validation, %", "ours, s", "eager, s"], body))
-    sooner = all(ratio is not None and ratio > 1 for ratio in ratios)
-    print(f"ours sooner, for every seed: {_verdict(sooner)}")
+    sooner = all(ratio > 1 for ratio in ratios)
+    print(f"ours sooner, for every seed: {verdict(sooner)}")
     tests = {name: [row["test_accuracy"] for row in runs if row["run"] == name] for name in RUNS}
     means = {name: float(np.mean(found)) for name, found in tests.items()}
     for name, found in tests.items():
@@ -153,14 +152,10 @@ def judge() -> None:
     off = {name: abs(means[name] - means["one process"]) for name in ("cp 2", "pp 2, dp 2")}
     for name, points in off.items():
         print(
-            f"{name}: {100 * points:.2f} points from one process, at most {100 * POINTS}: {_verdict(points <= POINTS)}"
+            f"{name}: {100 * points:.2f} points from one process, at most {100 * POINTS}: {verdict(points <= POINTS)}"
         )
     write_judgement(FOLDER / "judgement.json", {"sooner": ratios, "means": means, "off": off}, *paths)
     _plot(pairs, runs)
-
-
-def _verdict(holds: bool) -> str:
-    return "holds" if holds else "FAILS"
 
 
 def _plot(pairs: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:

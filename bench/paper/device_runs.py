@@ -91,15 +91,16 @@ def judge(rows: list[dict[str, Any]]) -> None:
     print(markdown(["run", "steps", "last loss", "test, %", "MiB a process"], body))
     if "citeseer, 16 bits" in found:
         less = found["citeseer"]["test_accuracy"] - found["citeseer, 16 bits"]["test_accuracy"]
-        print(f"16 bits: {100 * less:.1f} points less, at most {100 * POINTS:.0f}: {_verdict(less <= POINTS)}")
+        print(f"16 bits: {100 * less:.1f} points less, at most {100 * POINTS:.0f}: {verdict(less <= POINTS)}")
     one = found["cora, one process"]["losses"]
     for name, row in found.items():
         if row["processes"] > 1:
             off = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], one, strict=True))
-            print(f"{name}: losses {off:.1e} apart, at most {CLOSE}: {_verdict(off <= CLOSE)}")
+            print(f"{name}: losses {off:.1e} apart, at most {CLOSE}: {verdict(off <= CLOSE)}")
 
 
-def _verdict(holds: bool) -> str:
+def verdict(holds: bool) -> str:
+    """How a judgement says it."""
     return "holds" if holds else "FAILS"
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.paper.convergence import reached
+
 At = Callable[[str], Any]  # what a file below bench/results holds
 MIB, GIB = 2**20, 2**30
 
@@ -126,9 +128,9 @@ def convergence(at: At) -> Iterator[str]:
     for row in rows:
         curves = [row[f"{name}_curve"] for name in BOTH]
         near = max(val for _, val, _ in curves[1]) - 0.01
-        reached = [next((seconds for seconds, val, _ in curve if val >= near), np.inf) for curve in curves]
+        until = [reached(curve, near) for curve in curves]
         cells = [f"{best_test(curve):.1f}" for curve in curves]
-        cells += [f"{seconds:.0f}" for seconds in (*(curve[-1][0] for curve in curves), *reached)]
-        sooner += reached[0] < reached[1]
+        cells += [f"{seconds:.0f}" for seconds in (*(curve[-1][0] for curve in curves), *until)]
+        sooner += until[0] < until[1]
         yield f"| {row['seed']} | {' | '.join(cells)} |"
     yield f"Ours is there sooner with {sooner} of the {len(rows)} seeds"
