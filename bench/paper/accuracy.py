@@ -1,5 +1,5 @@
 """Accuracy on real graphs, all systems tuned alike: ours with and without structure in its bias, Graphormer, GCN,
-GraphSAGE, GAT, SGFormer, Polynormer.
+GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN and GraphGPS, too.
 
     python -m bench.paper.accuracy plan                             # what is to be trained, and the hours it may take
     python -m bench.paper.accuracy run --root DATA [--minutes 20]   # trains what has no row yet, and stops in time
@@ -28,7 +28,17 @@ import torch
 import tyro
 
 from bench.paper.baselines import train
-from bench.paper.trials import BASELINES, COMPARED, OURS, SETS, TRIALS, TUNING_SEED, of_name, path_of
+from bench.paper.trials import (
+    BASELINES,
+    COMPARED,
+    MORE_BASELINES,
+    OURS,
+    SETS,
+    TRIALS,
+    TUNING_SEED,
+    of_name,
+    path_of,
+)
 from bench.provenance import RESULTS, append_row
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
@@ -198,7 +208,7 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
 
 
 def run(
-    root: Path, sets: tuple[str, ...] = COMPARED, systems: tuple[str, ...] = (*BASELINES, *OURS),
+    root: Path, sets: tuple[str, ...] = COMPARED, systems: tuple[str, ...] = (*BASELINES, *OURS, *MORE_BASELINES),
     minutes: float = 20.0, part: str = "0/1",
 ) -> None:  # fmt: skip
     """Train what has no row, until the time is over.

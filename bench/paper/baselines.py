@@ -1,27 +1,33 @@
-"""Graph networks of torch_geometric, trained on the whole graph: what a graph transformer is held against."""
+"""Graph networks of torch_geometric, trained on the whole graph or, Cluster-GCN, on parts of it: what a graph
+transformer is held against."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GCNConv, Polynormer, SAGEConv, SGFormer
+from torch_geometric.data import Data
+from torch_geometric.nn import ClusterGCNConv, GATConv, GCNConv, GPSConv, Polynormer, SAGEConv, SGFormer
+from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import to_torch_csr_tensor
 
 from bench.provenance import sized
+from megagraph.data.coarsen import partition
 from megagraph.data.graph import Graph, Split
 from megagraph.objective import measures
 
-Baseline = Literal["gcn", "sage", "gat", "sgformer", "polynormer"]
+Baseline = Literal["gcn", "sage", "gat", "cluster-gcn", "gps", "sgformer", "polynormer"]
 EVERY = 4  # epochs from one look at the validation nodes to the next
 PATIENCE = 200  # epochs without a better one
 MOST_EPOCHS = sized(2000, quick=8)
-_HEADS = 4  # of GAT
+_HEADS = 4  # of GAT and GPS
+_WALK = 16  # steps of the random walks whose chances to be back GPS has beside the features
 
 
 class Network(nn.Module):
@@ -29,7 +35,7 @@ class Network(nn.Module):
 
     def __init__(
         self,
-        kind: Literal["gcn", "sage", "gat"],
+        kind: Literal["gcn", "sage", "gat", "cluster-gcn"],
         widths: tuple[int, int, int],
         *,
         layers: int,
@@ -44,6 +50,7 @@ class Network(nn.Module):
             "gcn": lambda n: GCNConv(n, hidden, cached=True),
             "sage": lambda n: SAGEConv(n, hidden),
             "gat": lambda n: GATConv(n, hidden // _HEADS, heads=_HEADS),
+            "cluster-gcn": lambda n: ClusterGCNConv(n, hidden),
         }[kind]
         norms = {"none": nn.Identity, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
         self.convolutions = nn.ModuleList(make(n) for n in into)
@@ -59,6 +66,26 @@ class Network(nn.Module):
             if self.shortcuts is not None:
                 h = h + self.shortcuts[i](x)
             x = self.dropout(self.norms[i](h).relu())
+        return self.head(x)
+
+
+class GPS(nn.Module):
+    """Layers of a GCN convolution beside attention of all nodes (Rampasek et al., NeurIPS 2022)."""
+
+    def __init__(self, widths: tuple[int, int, int], *, layers: int, dropout: float) -> None:
+        super().__init__()
+        wide, hidden, classes = widths
+        self.inputs = nn.Linear(wide, hidden)
+        self.layers = nn.ModuleList(  # none of the attention's own dropout, with which torch keeps all scores
+            GPSConv(hidden, GCNConv(hidden, hidden, cached=True), _HEADS, dropout) for _ in range(layers)
+        )
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        """Features and encodings [V, d_in + _WALK] -> scores [V, classes]."""
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = layer(x, edges)
         return self.head(x)
 
 
@@ -79,6 +106,8 @@ def make(baseline: Baseline, widths: tuple[int, int, int], settings: dict[str, A
         return _WithBatch(SGFormer(*widths, **settings))
     if baseline == "polynormer":
         return _WithBatch(Polynormer(*widths, **settings))
+    if baseline == "gps":
+        return GPS(widths, **settings)
     return Network(baseline, widths, **settings)
 
 
@@ -94,6 +123,8 @@ def train(
     learning_rate: float,
     weight_decay: float,
     local_epochs: int = 0,
+    clusters: int = 1,
+    clusters_together: int = 1,
     most_epochs: int = MOST_EPOCHS,
     **settings: Any,
 ) -> tuple[dict[str, Any], np.ndarray]:
@@ -102,6 +133,7 @@ def train(
     Args:
         metric: ``accuracy`` or ``roc_auc``, by which the epoch is chosen.
         local_epochs: of Polynormer, before its global attention joins.
+        clusters, clusters_together: into how many METIS cuts the graph, and of how many a step is (Cluster-GCN).
         most_epochs: no more of them, of which every EVERY-th is looked at.
         settings: as of ``make``.
 
@@ -111,26 +143,39 @@ def train(
     """
     started = time.process_time()
     torch.manual_seed(seed)
-    network = make(baseline, (graph.in_features, hidden, graph.num_classes), settings)
-    optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate, weight_decay=weight_decay)
-    adjacency = graph.adjacency.tocoo()
-    edges = torch.from_numpy(np.stack([adjacency.row, adjacency.col]).astype(np.int64))
-    if not (baseline == "gat" or settings.get("local_attn")):  # attention needs the edges one by one
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, on its sparse tensors as such
-            edges = to_torch_csr_tensor(edges, size=(graph.num_nodes, graph.num_nodes))
+    # attention and Cluster-GCN need the edges one by one
+    edges_of = _pairs if baseline in ("gat", "cluster-gcn") or settings.get("local_attn") else _csr
+    edges = edges_of(graph.adjacency)
     x = torch.empty(graph.num_nodes, graph.in_features)
     graph.read_features(np.arange(graph.num_nodes), x.numpy())
-    labels, nodes = torch.tensor(graph.labels), torch.from_numpy(split.train)
+    if baseline == "gps":
+        x = AddRandomWalkPE(_WALK, attr_name=None)(Data(x, _pairs(graph.adjacency))).x
+    network = make(baseline, (x.shape[1], hidden, graph.num_classes), settings)
+    optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    labels, known = torch.tensor(graph.labels), torch.zeros(graph.num_nodes, dtype=torch.bool)
+    known[split.train] = True
+    parts, draws = partition(graph, clusters), np.random.default_rng(seed)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of an epoch: features, edges, labels, and which nodes are trained on."""
+        if clusters == 1:
+            yield x, edges, labels, known
+            return
+        for chosen in np.split(draws.permutation(clusters), range(clusters_together, clusters, clusters_together)):
+            nodes = np.flatnonzero(np.isin(parts, chosen))
+            if known[nodes].any():
+                yield x[nodes], edges_of(graph.adjacency[nodes][:, nodes]), labels[nodes], known[nodes]
+
     best: dict[str, Any] = {"best_val": -1.0}
     of_best = np.empty(0)
     for epoch in range(most_epochs):
         if baseline == "polynormer":
             network.network._global = epoch >= local_epochs
         network.train()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(x, edges)[nodes], labels[nodes]).backward()
-        optimizer.step()
+        for features, among, right, asked in batches():
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(network(features, among)[asked], right[asked]).backward()
+            optimizer.step()
         if epoch % EVERY == EVERY - 1:
             network.eval()
             with torch.no_grad():
@@ -145,3 +190,15 @@ def train(
             break
     stopped = "patience" if late else "seconds" if seconds > most_seconds else "epochs"
     return best | {"epochs": epoch + 1, "stopped": stopped, "cpu_seconds": round(seconds, 1)}, of_best
+
+
+def _pairs(adjacency: sp.csr_array) -> Tensor:
+    """int64 [2, E]."""
+    edges = adjacency.tocoo()
+    return torch.from_numpy(np.stack([edges.row, edges.col]).astype(np.int64))
+
+
+def _csr(adjacency: sp.csr_array) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, on its sparse tensors as such
+        return to_torch_csr_tensor(_pairs(adjacency), size=adjacency.shape)

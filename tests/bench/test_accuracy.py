@@ -86,7 +86,7 @@ def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results,
     assert accuracy.difference("cora", "megagraph", "sage") is None
 
 
-@pytest.mark.parametrize("baseline", trials.BASELINES)
+@pytest.mark.parametrize("baseline", [*trials.BASELINES, *trials.MORE_BASELINES])
 def test_baselines_learn_and_keep_to_their_time(baseline):
     graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16, homophily=0.9)
     split = random_split(graph.labels, 0)
