@@ -1,5 +1,7 @@
-"""Graph networks of torch_geometric, trained on the whole graph or, Cluster-GCN, on parts of it: what a graph
-transformer is held against."""
+"""What a graph transformer is held against: graph networks of torch_geometric, and NodeFormer.
+
+All are trained on the whole graph, Cluster-GCN on parts of it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ from torch_geometric.nn import ClusterGCNConv, GATConv, GCNConv, GPSConv, Polyno
 from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import to_torch_csr_tensor
 
+from bench.paper.nodeformer import NodeFormer
 from bench.provenance import sized
 from megagraph.data.coarsen import partition
 from megagraph.data.graph import Graph, Split
 from megagraph.objective import measures
 
-Baseline = Literal["gcn", "sage", "gat", "cluster-gcn", "gps", "sgformer", "polynormer"]
+Baseline = Literal["gcn", "sage", "gat", "cluster-gcn", "gps", "sgformer", "polynormer", "nodeformer"]
 EVERY = 4  # epochs from one look at the validation nodes to the next
 PATIENCE = 200  # epochs without a better one
 MOST_EPOCHS = sized(2000, quick=8)
@@ -106,6 +109,8 @@ def make(baseline: Baseline, widths: tuple[int, int, int], settings: dict[str, A
         return _WithBatch(SGFormer(*widths, **settings))
     if baseline == "polynormer":
         return _WithBatch(Polynormer(*widths, **settings))
+    if baseline == "nodeformer":
+        return NodeFormer(widths, **settings)
     if baseline == "gps":
         return GPS(widths, **settings)
     return Network(baseline, widths, **settings)
@@ -144,7 +149,7 @@ def train(
     started = time.process_time()
     torch.manual_seed(seed)
     # attention and Cluster-GCN need the edges one by one
-    edges_of = _pairs if baseline in ("gat", "cluster-gcn") or settings.get("local_attn") else _csr
+    edges_of = _pairs if baseline in ("gat", "cluster-gcn", "nodeformer") or settings.get("local_attn") else _csr
     edges = edges_of(graph.adjacency)
     x = torch.empty(graph.num_nodes, graph.in_features)
     graph.read_features(np.arange(graph.num_nodes), x.numpy())
@@ -174,7 +179,8 @@ def train(
         network.train()
         for features, among, right, asked in batches():
             optimizer.zero_grad()
-            nn.functional.cross_entropy(network(features, among)[asked], right[asked]).backward()
+            loss = nn.functional.cross_entropy(network(features, among)[asked], right[asked])
+            (loss + getattr(network, "edge_loss", 0.0)).backward()
             optimizer.step()
         if epoch % EVERY == EVERY - 1:
             network.eval()

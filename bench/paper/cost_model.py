@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from bench.provenance import RESULTS, current, device_folder, write_judgement, write_rows
 from megagraph.models.config import ModelConfig
-from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.fitting import (
     fit,
     fit_memory,
@@ -87,7 +86,7 @@ def fields(p: Point) -> dict[str, Any]:
 
 def training_pass(p: Point, device: torch.device) -> Callable[[], float]:
     """Seconds of one forward and backward pass."""
-    model, inputs = HierarchicalGT(p.config).to(device), random_inputs(p, device)
+    model, inputs = p.make_model(device), random_inputs(p, device)
 
     def run() -> float:
         model.zero_grad()

@@ -67,6 +67,9 @@ EXPERIMENTS = {
         ("cost_model memory", "cost_model time", "cost_model judge"),
         ("cost_model memory --subset", "cost_model time --subset", "cost_model judge --subset"),
     ),
+    "transfer": Experiment(
+        "Graphormer, predicted by rows of HierarchicalGT", ("*/transfer/rows.json",), ("transfer measure",)
+    ),
     "device-steps": Experiment(
         "steps of one device, predicted and measured", ("*/one_device/steps.json",), ("one_device",)
     ),

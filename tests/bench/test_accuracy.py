@@ -6,11 +6,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from bench import provenance
 from bench.paper import accuracy, trials
 from bench.paper.accuracy import Piece
 from bench.paper.baselines import train
+from bench.paper.nodeformer import NodeFormerLayer
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import random_split
 from megagraph.data.store import write_store
@@ -98,6 +100,29 @@ def test_baselines_learn_and_keep_to_their_time(baseline):
         assert found["best_val"] > 0.6
         assert found["test"] == np.mean(probabilities[split.test].argmax(1) == graph.labels[split.test])
         assert found["stopped"] in ("seconds", "patience") and found["cpu_seconds"] < 20
+
+
+def test_nodeformer_attends_to_all_nodes_and_knows_how_likely_an_edge_is():
+    """With many random features: softmax over all, and a mean over edges."""
+    torch.manual_seed(0)
+    layer = NodeFormerLayer(8, 2, features=1 << 17, tau=0.5).double().eval()
+    x, edges = torch.randn(9, 8, dtype=torch.float64), torch.tensor([[0, 0, 4], [1, 2, 0]])
+    with torch.no_grad():
+        layer.edge_bias.copy_(torch.tensor([-1.0, 2.0]))
+        layer.out.weight.copy_(torch.eye(8))
+        layer.out.bias.zero_()
+        got, chance = layer(x, edges, torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64))
+        q, k, v = (f(x).view(9, 2, 4).transpose(0, 1) for f in (layer.q, layer.k, layer.v))
+        weights = torch.softmax(q @ k.mT / 4**0.5 / 0.5, dim=2)
+        want = weights @ v
+        for head, share in enumerate(torch.tensor([-1.0, 2.0]).sigmoid()):
+            want[head, 0] += share * (v[head, 1] + v[head, 2]) / 2
+            want[head, 4] += share * v[head, 0]
+    assert (got - want.transpose(0, 1).reshape(9, 8)).abs().max() < 0.02
+    for (to, source), found in zip(edges.T, chance, strict=True):
+        assert abs(found - weights[:, to, source].log().mean()) < 0.05
+    again = [layer.train()(x, edges, torch.ones(3, dtype=torch.float64))[0] for _ in range(2)]
+    assert not torch.equal(*again)  # noise
 
 
 @pytest.mark.slow
