@@ -27,7 +27,7 @@ from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
 from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model
-from megagraph.objective import loss_sum
+from megagraph.objective import loss_sum, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
@@ -131,7 +131,7 @@ OF_CLUSTERS = ("cluster", "labels")
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
 CLIP_NORM = 0.1
-STEPS = 5
+STEPS = 4
 EVALUATED = 17  # nodes: two full batches of the ego loader and a ragged one
 
 
@@ -244,7 +244,8 @@ def train(
         loader = make_loader(config, builder, nodes, share=own_share(plan, mesh))
         result["probabilities"] = class_probabilities(pipeline, loader)
         before = {name: x.clone() for name, x in result["parameters"].items()}
-        result["bias effect"] = list(asdict(bias_effect(pipeline, loader, nodes)).values())
+        classes = predicted(result["probabilities"], multi_label=graph.multi_label)
+        result["bias effect"] = list(asdict(bias_effect(pipeline, loader, nodes, classes)).values())
         after = gather_tensors(pipeline.state_dict(), mesh)
         assert all(torch.equal(x, before[name]) for name, x in after.items())
     result["schedules_made"] = made.call_count
