@@ -26,6 +26,8 @@ from bench.paper.figures import (
     depth,
     heavy,
     heavy_first,
+    layouts,
+    layouts_claimed,
     of_depth,
     shared_sequence,
 )
@@ -75,6 +77,7 @@ def accuracy(at: At) -> Iterator[str]:
         cells = ["{:.1f} ± {:.1f}".format(*accuracies(at, name, model)) for model in ("hierarchical", "gcn")]
         yield f"| {name.title()} | {' | '.join(cells)} |"
     yield from convergence(at)
+    yield from layouts(at)
     yield from depth(at)
 
 
@@ -360,6 +363,7 @@ def claims(at: At) -> Iterator[str]:
     text = "{:.2f} s for 32 layers on 4 processes, {:.1f} s for 96 on 1,024, {:.1f} s for 512 on 1,024"
     yield text.format(*(search[case] for case in ((32, 4), (96, 1024), (512, 1024))))
     yield from front(at)
+    yield from layouts_claimed(at)
     cells = [{model: accuracies(at, name, model) for model in ("hierarchical", "gcn")} for name in GRAPHS]
     yield f"As a data set: {cells[0]['hierarchical'][0]:.1f} ± {cells[0]['hierarchical'][1]:.1f} %, five seeds"
     yield f"As a data set: {cells[2]['hierarchical'][0]:.1f} ± {cells[2]['hierarchical'][1]:.1f} %, five seeds"

@@ -134,3 +134,40 @@ def convergence(at: At) -> Iterator[str]:
         sooner += until[0] < until[1]
         yield f"| {row['seed']} | {' | '.join(cells)} |"
     yield f"Ours is there sooner with {sooner} of the {len(rows)} seeds"
+
+
+def of_processes(at: At) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in at("cpu/convergence/processes.json"):
+        found.setdefault(row["run"], []).append(row)
+    return found
+
+
+def tests_of(rows: list[dict[str, Any]]) -> list[float]:
+    return [100 * row["test_accuracy"] for row in rows]
+
+
+def points_apart(at: At) -> float:
+    """Of the mean accuracies of several processes and of one."""
+    found = of_processes(at)
+    one = np.mean(tests_of(found["one process"]))
+    return float(max(abs(np.mean(tests_of(found[name])) - one) for name in ("cp 2", "pp 2, dp 2")))
+
+
+def layouts(at: At) -> Iterator[str]:
+    """A line a layout."""
+    found = of_processes(at)
+    for name, rows in found.items():
+        seconds = [row["curve"][-1][0] for row in rows]
+        both = ((1, tests_of(rows)), (0, seconds))
+        cells = [f"{x:.{n}f}" for n, of in both for x in (np.mean(of), min(of), max(of))]
+        yield "| {} | {} | {} ({} to {}) | {} ({} to {}) |".format(name, rows[0]["processes"], *cells)
+    curves = {name: [[point[1:] for point in row["curve"]] for row in rows] for name, rows in found.items()}
+    assert curves["cp 2"] == curves["pp 2, dp 2"] == curves["one process"], "the page says so"
+    yield f"accuracies of two and four are {points_apart(at):.2f} points from one process's"
+
+
+def layouts_claimed(at: At) -> Iterator[str]:
+    yield f"two and four processes are {points_apart(at):.2f} points from one"
+    found = [np.mean(tests_of(of_processes(at)[name])) for name in ("one process", "TorchGT")]
+    yield "ours is right on {:.1f} % of the test nodes, TorchGT's way on {:.1f} %".format(*found)
