@@ -47,10 +47,12 @@ KEY = {  # the same
     64: [(128, 128, 8, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2)],
     256: [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 8, 2)],
 }
-# exact fp32 products run outside the tensor cores, with operands in registers: no search
+# exact fp32 products run outside the tensor cores, with operands in registers: no search, but as few warps as do not
+# spill, since each loads what it multiplies; up to this head dim
 FP32 = {
-    "fwd": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
-    "key": {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 8},
+    64: {"fwd": (32, 32, 8, 2), "key": (32, 32, 4, 1)},  # of forward ``choose`` takes fewer where heads are narrow
+    128: {"fwd": (32, 32, 8, 2), "key": (32, 32, 8, 2)},
+    256: {"fwd": (32, 16, 8, 1), "key": (32, 16, 8, 1)},
 }
 
 
@@ -66,7 +68,7 @@ def variant_of(kernel: str, form: str, head_dim: int) -> Variant:
 
 def candidates(kernel: str, head_dim: int) -> list[dict[str, int]]:
     sizes = next(sizes for most, sizes in (FWD if kernel == "fwd" else KEY).items() if head_dim <= most)
-    return [dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), size, strict=True)) for size in sizes]
+    return [*map(_tiles, sizes)]
 
 
 def score(arch: str, kernel: str, form: str, head_dim: int, tiles: dict[str, int]) -> dict[str, Any] | None:
@@ -154,15 +156,17 @@ def main(archs: tuple[str, ...] = (), processes: int | None = None) -> None:
         timed = arch == here
         tiles, why = fastest(kernel, form, head_dim, results) if timed else lowest(results)
         rows.append(_row(arch, kernel, form, 2, head_dim, tiles, why))
-    for arch, (kernel, form) in itertools.product(archs, searches()):
-        sizes = FP32[kernel]
-        rows.append(_row(arch, kernel, form, 4, 128, sizes | {"num_stages": 2}, "products outside the tensor cores"))
-        narrow = sizes | {"BLOCK_N": 16, "num_stages": 1}
-        rows.append(_row(arch, kernel, form, 4, 256, narrow, "products outside the tensor cores, wide heads"))
+    for arch, (kernel, form), head_dim in itertools.product(archs, searches(), FP32):
+        tiles = _tiles(FP32[head_dim][kernel])
+        rows.append(_row(arch, kernel, form, 4, head_dim, tiles, "products outside the tensor cores; not timed"))
     kept = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"] not in archs]
     rows = sorted(kept + rows, key=itemgetter("arch"))
     TABLE.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n", encoding="utf-8")
     print(f"{len(rows)} rows in {TABLE}")
+
+
+def _tiles(sizes: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes, strict=True))
 
 
 def _row(arch, kernel, form, itemsize, head_dim, tiles, why) -> dict[str, Any]:

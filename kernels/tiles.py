@@ -67,9 +67,10 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
         if M <= 192 and tiles["BLOCK_M"] > 64 and triton.cdiv(M, 64) % 2:  # half of the last tile would be empty
             tiles["BLOCK_M"] = 64
         tiles["num_stages"] = max(1, min(tiles["num_stages"], N // tiles["BLOCK_N"]))  # no more tiles to load ahead
-        if tiles["BLOCK_M"] < 64:  # four warps would share 16 rows, and compute the same
-            wide = max(tiles["BLOCK_N"], triton.next_power_of_2(D))
-            tiles["num_warps"] = min(tiles["num_warps"], max(1, tiles["BLOCK_M"] * wide // 2048))
+        if tiles["BLOCK_M"] < 64:
+            # of tensor cores four warps would share 16 rows, and compute the same; fp32 spills where they are few
+            wide, numbers = max(tiles["BLOCK_N"], triton.next_power_of_2(D)), 2048 if itemsize == 2 else 512
+            tiles["num_warps"] = min(tiles["num_warps"], max(1, tiles["BLOCK_M"] * wide // numbers))
     elif max(M, N) <= SHORT and D <= NARROW and itemsize == 2:  # more programs at once hide more waiting
         tiles |= {"BLOCK_M": 16, "num_warps": 4 if tiles["BLOCK_N"] >= 64 else 1, "num_stages": 3 if N > 32 else 2}
     return tiles

@@ -48,7 +48,12 @@ def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results
         for trial, (value, cpu) in enumerate(values):
             assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results)[0] is None  # not all were tried
             value, cpu = (0.99 if (trial, seed) == (4, 0) else value), (1 if seed == 0 else cpu)
-            provenance.append_row("accuracy/cora", row("gcn", trial, seed, value, cpu_seconds=cpu))
+            own = row("gcn", trial, seed, value, cpu_seconds=cpu)
+            if (trial, seed) == (0, seeds[0]):
+                provenance.append_row("accuracy/cora", own)
+                continue
+            with (results / "cpu/accuracy/cora.jsonl").open("a") as file:  # an origin takes as long as all of this
+                file.write(json.dumps(own) + "\n")
     assert accuracy.best_trial("cora", "gcn") == 2
     assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results) == (trials.TRIALS["gcn"][2], "cora")
     written = json.loads((results / "cpu/accuracy/cora.jsonl").read_text().splitlines()[0])
@@ -63,7 +68,8 @@ def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(result
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
-def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results, metric):
+def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results, metric, monkeypatch):
+    monkeypatch.setattr(accuracy, "RESAMPLES", 100)
     rng = np.random.default_rng(0)
     graph = synthetic_graph(num_nodes=400, num_classes=2, in_features=4)
     tests = {"megagraph": [], "gcn": []}
