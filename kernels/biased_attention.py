@@ -84,7 +84,7 @@ def _longest(step: Step) -> int:
 def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
     arch = tiles.architecture()
     form = "dense" if step.form == "projected" else step.form  # which is dense by then
-    return tiles.choose(kernel, form, q.element_size(), q.shape[3], q.shape[2], _longest(step), arch)
+    return tiles.choose(kernel, form, q.element_size(), q.shape[3], q.shape[2], _longest(step), arch, step.tf32)
 
 
 def _plain(step: Step) -> bool:

@@ -51,11 +51,13 @@ def _rows(arch: str) -> list[dict]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arch: str) -> dict[str, int]:
+def choose(
+    kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arch: str, tf32: bool = False
+) -> dict[str, int]:
     """Tile sizes, warps and stages for M queries and at most N keys a segment.
 
     Small problems take small tiles, as what lies beyond M and N is computed and thrown away; 16 is the least that
-    tl.dot takes.
+    tl.dot takes. tf32: products of fp32 run in tensor cores.
     """
     fits = (
         row for row in _rows(arch) if (row["kernel"], row["form"], row["itemsize"]) == (kernel, form, min(itemsize, 4))
@@ -69,7 +71,8 @@ def choose(kernel: Kernel, form: str, itemsize: int, D: int, M: int, N: int, arc
         tiles["num_stages"] = max(1, min(tiles["num_stages"], N // tiles["BLOCK_N"]))  # no more tiles to load ahead
         if tiles["BLOCK_M"] < 64:
             # of tensor cores four warps would share 16 rows, and compute the same; fp32 spills where they are few
-            wide, numbers = max(tiles["BLOCK_N"], triton.next_power_of_2(D)), 2048 if itemsize == 2 else 512
+            wide = max(tiles["BLOCK_N"], triton.next_power_of_2(D))
+            numbers = 2048 if itemsize == 2 else 1024 if tf32 else 512  # of a warp
             tiles["num_warps"] = min(tiles["num_warps"], max(1, tiles["BLOCK_M"] * wide // numbers))
     elif max(M, N) <= SHORT and D <= NARROW and itemsize == 2:  # more programs at once hide more waiting
         tiles |= {"BLOCK_M": 16, "num_warps": 4 if tiles["BLOCK_N"] >= 64 else 1, "num_stages": 3 if N > 32 else 2}
