@@ -18,6 +18,7 @@ from bench.paper.figures import (
     BOTH,
     GIB,
     MIB,
+    WAYS,
     At,
     ablation,
     best_test,
@@ -30,6 +31,7 @@ from bench.paper.figures import (
     layouts_claimed,
     of_depth,
     shared_sequence,
+    ways,
 )
 
 SHAPES = ((8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32))
@@ -315,6 +317,8 @@ def claims(at: At) -> Iterator[str]:
     yield "cuts {:.1f} % of the edges of a graph of Products' size, METIS {:.1f} %".format(*(100 * cut for cut in cuts))
     yield f"{round(at('cpu/data/ego.json')[0]['wall']['median'], -2):,.0f} sequences a second"
     received = max(at("cpu/halo/wordnet30.json")[0]["ranks_4"]["halo"])
+    sent = [by(at("cpu/halo/computers-dense.json"), ranks=4, kind="bucket")[way]["sent_bytes"] / MIB for way in WAYS]
+    yield "a rank of four sends {:.1f} MiB a step in a ring, {:.1f} by allgather and {:.1f} by ulysses".format(*sent)
     yield f"a rank of four receives at most {received:.3f}, in a ring {0.75:.2f}"
     ring = by(at("cpu/ring_overlap.json"), direction="forward")
     yield f"as long as a step {ring['ratio']['of_medians']:.2f}, ideal {ring['ideal_ratio']:.2f}"
@@ -437,6 +441,7 @@ def reliability(at: At) -> Iterator[str]:
 
 
 def processes(at: At) -> Iterator[str]:
+    yield from ways(at)
     rows = at("cpu/failures.json")
     yield f"In all {len(rows)} runs"
     for kind, words in (("raise", "raises"), ("kill", "is killed"), ("hang", "hangs"), ("stop", "is stopped")):

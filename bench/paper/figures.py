@@ -171,3 +171,16 @@ def layouts_claimed(at: At) -> Iterator[str]:
     yield f"two and four processes are {points_apart(at):.2f} points from one"
     found = [np.mean(tests_of(of_processes(at)[name])) for name in ("one process", "TorchGT")]
     yield "ours is right on {:.1f} % of the test nodes, TorchGT's way on {:.1f} %".format(*found)
+
+
+WAYS = ("ring", "allgather", "ulysses")
+
+
+def ways(at: At) -> Iterator[str]:
+    """A line for ranks and bias: seconds of a step, MiB that a rank sends in it, and MiB of its bias, by each way."""
+    for row in at("cpu/halo/computers-dense.json"):
+        of = [row[way] for way in WAYS]
+        seconds = [f"{way['median']:.2f}" for way in of]
+        mib = [f"{way[f'{what}_bytes'] / MIB:.1f}" for what in ("sent", "bias") for way in of]
+        bias = "buckets" if row["kind"] == "bucket" else "4 channels"
+        yield f"| {row['ranks']} | {bias} | {' | '.join([*seconds, *mib])} |"
