@@ -73,3 +73,14 @@ def test_short_forward_takes_fewer_warps_and_stages():
     assert chosen(144, 144, 8) == (64, 64, 4, 2)
     assert chosen(32, 32, 8) == (32, 32, 1, 1)
     assert chosen(32, 32, 256)[2] == 4  # one warp would hold all of a wide row
+
+
+def test_fp32_takes_as_many_warps_as_hold_its_tiles():
+    """Exact products are made of registers, those of TF32 in tensor cores, whose warps would compute the same."""
+
+    def warps(kernel: tiles.Kernel, D: int, tf32: bool = False) -> int:
+        return tiles.choose(kernel, "dense", 4, D, 8192, 8192, "sm_90", tf32)["num_warps"]
+
+    assert [warps("fwd", D) for D in (32, 64, 128, 256)] == [2, 4, 8, 8]
+    assert [warps("fwd", D, tf32=True) for D in (32, 64, 128, 256)] == [1, 2, 4, 8]
+    assert [warps("key", D) for D in (8, 64, 128)] == [4, 4, 8]
