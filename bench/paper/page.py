@@ -56,7 +56,7 @@ SHOWN = {
     ),
     "ablation": Shown(("what", "processes"), ("batch_bytes", "predicted_bytes")),
     "cost-model": Shown(("layers", "heads"), ("kept_bytes", "peak_bytes", "seconds")),
-    "transfer": Shown(("model", "layers"), ("peak_bytes", "seconds")),
+    "transfer": Shown(("network", "layers"), ("peak_bytes", "seconds")),
     "device-steps": Shown(("case",), (*PLAN, "predicted_bytes", "kernel_seconds")),
     "device-runs": Shown(("run", "processes"), ("test_accuracy", "steps", "peak_memory_bytes")),
     "stages": Shown(("schedule", "split", "stage"), ("step_seconds", "peak_bytes")),

@@ -39,13 +39,13 @@ def measure() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(THREADS)
     points = [(kind, replace(point(*size), model=kind)) for size in SIZES for kind in KINDS]
-    rows = [{"model": kind, "unit": "bytes"} | observe_memory(p, device) for kind, p in tqdm(points, desc="memory")]
+    rows = [{"network": kind, "unit": "bytes"} | observe_memory(p, device) for kind, p in tqdm(points, desc="memory")]
     passes: list[Callable[[], float]] = [training_pass(p, device) for _, p in points]
     for run in passes:
         run()  # warm-up
     samples = [[run() for run in tqdm(passes, desc=f"time {i + 1}/{ROUNDS}")] for i in range(ROUNDS)]
     for (kind, p), own in zip(points, zip(*samples, strict=True), strict=True):
-        row = fields(p) | {"kind": "model", "direction": "forward_backward", "unit": "s", "model": kind}
+        row = fields(p) | {"kind": "model", "direction": "forward_backward", "unit": "s", "network": kind}
         rows.append(row | {"all_seconds": own} | average([*own]))
     write_rows("rows", rows, folder=f"{device_folder()}/transfer")
     judge()
@@ -56,7 +56,7 @@ def judge() -> None:
     path = RESULTS / device_folder() / "transfer" / "rows.json"
     of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in json.loads(path.read_text()):
-        of.setdefault((row["kind"], row["model"]), []).append(row)
+        of.setdefault((row["kind"], row["network"]), []).append(row)
     times, memory = ([of[kind, model] for model in KINDS] for kind in ("model", "memory"))
     fitted = fit_memory(memory[0])
     peaks = [row["peak_bytes"] for row in memory[1]]
