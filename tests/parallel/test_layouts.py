@@ -63,7 +63,7 @@ def assert_trained_alike(results, want, dtype, optimizer):
 )
 def test_layout_equals_one_process(layout, batching, dtype, shard):
     results = ranks.results(int(np.prod(layout)))
-    for optimizer in optimizers(dtype):
+    for optimizer in optimizers(batching, dtype, shard):
         name = case_name(layout, batching, dtype, shard, optimizer)
         want = one_process(batching, dtype, optimizer)
         assert_trained_alike([result[name] for result in results], want, dtype, optimizer)
