@@ -50,7 +50,8 @@ KEY = {  # the same
 # exact fp32 products run outside the tensor cores, with operands in registers: no search, but as few warps as do not
 # spill, since each loads what it multiplies; up to this head dim
 FP32 = {
-    64: {"fwd": (32, 32, 8, 2), "key": (32, 32, 4, 1)},  # of forward ``choose`` takes fewer where heads are narrow
+    32: {"fwd": (32, 32, 8, 2), "key": (32, 32, 4, 1)},  # of forward ``choose`` takes fewer where heads are narrow
+    64: {"fwd": (32, 32, 8, 2), "key": (16, 32, 4, 1)},  # 32 rows would spill on sm_80
     128: {"fwd": (32, 32, 8, 2), "key": (32, 32, 8, 2)},
     256: {"fwd": (32, 16, 8, 1), "key": (32, 16, 8, 1)},
 }
