@@ -1,6 +1,5 @@
 """Accuracy on real graphs, all systems tuned alike: ours with and without structure in its bias, Graphormer, GCN,
-GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN, GraphGPS and
-NodeFormer, too.
+GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN, GraphGPS and NodeFormer, too.
 
     python -m bench.paper.accuracy plan                             # what is to be trained, and the hours it may take
     python -m bench.paper.accuracy run --root DATA [--minutes 20]   # trains what has no row yet, and stops in time
