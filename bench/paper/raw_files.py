@@ -12,9 +12,11 @@ from megagraph.data.datasets import synthetic_graph
 
 
 def write(root: Path) -> None:
-    """Cora as Planetoid has it, and wordnet30 as ``load_npz`` reads it; what is there stays."""
+    """Cora and Citeseer as Planetoid has them, and wordnet30 as ``load_npz`` reads it; what is there stays."""
     if not (root / "Cora").exists():
         _planetoid(root / "Cora" / "raw", "cora", nodes=2708, degree=3.9, features=1433, classes=7)
+    if not (root / "CiteSeer").exists():
+        _planetoid(root / "CiteSeer" / "raw", "citeseer", nodes=3327, degree=2.7, features=3703, classes=6)
     if not (root / "wordnet30").exists():
         _npz(root / "wordnet30" / "raw" / "wordnet30.npz", nodes=117_659, degree=3.1, features=512, classes=45)
 

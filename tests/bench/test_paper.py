@@ -43,13 +43,13 @@ def test_what_is_refused(arguments, said):
 def test_generated_graphs_are_read_as_the_real_ones(tmp_path):
     raw_files.write(tmp_path)
     raw_files.write(tmp_path)  # what is there stays
-    cora = load_graph("cora", tmp_path)
-    assert (cora.num_nodes, cora.in_features, cora.num_classes) == (2708, 1433, 7)
-    assert len(cora.split.train) == 140 and len(cora.split.test) == 1000
-    same = [
-        cora.labels[row] == cora.labels[cora.indices[cora.indptr[row] : cora.indptr[row + 1]]] for row in range(2708)
-    ]
-    assert np.concatenate(same).mean() > 0.7  # edges are those of the nodes that labels are of
+    for name, sizes in {"cora": (2708, 1433, 7), "citeseer": (3327, 3703, 6)}.items():
+        graph = load_graph(name, tmp_path)
+        assert (graph.num_nodes, graph.in_features, graph.num_classes) == sizes
+        assert len(graph.split.train) == 20 * graph.num_classes and len(graph.split.test) == 1000
+        sources = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr))
+        same = graph.labels[sources] == graph.labels[graph.indices]
+        assert same.mean() > 0.7  # edges are those of the nodes that labels are of
     words = load_graph(str(tmp_path / "wordnet30/raw/wordnet30.npz"), None)
     assert (words.num_nodes, words.in_features, words.num_classes) == (117_659, 512, 45)
 
