@@ -18,7 +18,6 @@ warm-up rounds, 7 rounds.
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
@@ -35,7 +34,7 @@ from torch_geometric.nn import TransformerConv
 from torch_geometric.utils import softmax
 
 import megagraph as mg
-from bench.processes import peak_resident
+from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, write_rows
 from megagraph.data.coarsen import partition
 from megagraph.data.datasets import load_graph
@@ -164,18 +163,9 @@ def peak(name: str, root: Path, contender: str) -> None:
     small = tuple(x[:2].clone() for x in inputs[:3])
     run(CONTENDERS[contender](few[:, [0, 1, 2]], buckets[:3], 2), (*small, inputs[3]), d_out[:2].clone())
     attend = CONTENDERS[contender](edges, buckets, num_nodes)
-    ballast = torch.ones(
-        max(peak_resident() - _resident(), 0), dtype=torch.uint8
-    )  # a new peak is one of the run's then
-    before = _resident()
+    before = forget_peak()
     results = run(attend, inputs, d_out)
-    del ballast
     print(peak_resident() - before - sum(x.numel() * x.itemsize for x in results))
-
-
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def measure(name: str, root: Path) -> dict[str, Any]:

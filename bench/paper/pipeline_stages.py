@@ -33,14 +33,13 @@ from typing import Annotated, Any
 from unittest.mock import patch
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 
 from bench.paper.live_bytes import MIB, Rank
-from bench.processes import peak_resident
+from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
 from megagraph.config import TrainConfig
@@ -82,7 +81,7 @@ def config_of(split: str, schedule: str) -> TrainConfig:
 def run_stage(config: TrainConfig) -> dict[str, Any]:
     """Train on this rank; its memory, and the time of every step."""
     graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=602, average_degree=10, seed=0)
-    resident = psutil.Process().memory_info().rss
+    resident = forget_peak()
     rank, seconds = Rank(config, graph), []
     peak = rank.peak_bytes()
     for _ in range(WARMUP_STEPS + STEPS):

@@ -4,12 +4,12 @@
     python -m bench.paper.step_memory host                   # what a step costs whoever starts its kernels
     python -m bench.paper.step_memory losses --root DATA     # both trained on the same batches of real graphs, in fp64
 
-Steps: each contender is a process of its own, which reads its highest resident set before the model is made, but after
-a step of a small one, and at the end. They make steps in turn, ROUNDS after one to warm up. Asked at the first size:
-memory at most MEMORY of the eager model's, time at most TIME (medians). Where there is a GPU they run on it, one
-process after the other, in bf16 too, and the peak is that of CUDA's allocator, all tensors; a contender may run out of
-memory. Before, loss and input gradient of 16 sequences are compared without dropout: they are at most CLOSE from the
-eager model's in fp32, in bf16 at most twice as far as the eager model's in bf16.
+Steps: each contender is a process of its own, which reads its resident set before the model is made, but after a step
+of a small one, and the highest since then at the end. They make steps in turn, ROUNDS after one to warm up. Asked at
+the first size: memory at most MEMORY of the eager model's, time at most TIME (medians). Where there is a GPU they run
+on it, one process after the other, in bf16 too, and the peak is that of CUDA's allocator, all tensors; a contender may
+run out of memory. Before, loss and input gradient of 16 sequences are compared without dropout: they are at most CLOSE
+from the eager model's in fp32, in bf16 at most twice as far as the eager model's in bf16.
 Host: two sequences of nine nodes, so that nothing computes long and a step is as long as it takes to call its
 operators; both in one process, HOST_ROUNDS steps in turn; and how many operators a step calls. Asked: at most HOST of
 the eager model's time. Without a GPU: its kernels are compiled and launched into nothing, and what of a step is not
@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.host import stub_driver
 from bench.paper.epoch_time import Contender, EagerANSGT, compare
 from bench.paper.live_bytes import MIB
-from bench.processes import peak_resident
+from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, sized, write_rows
 from bench.shapes import DEVICE
 from megagraph.config import TrainConfig
@@ -112,7 +112,7 @@ def _worker(pipe: Connection, name: str, sizes: tuple[int, ...], nodes: int, seq
     layers, heads, dim = sizes
     widths = {"heads": heads, "dim": dim, "ffn_dim": dim}
     contender(name, config(1, **widths, **RATES)).train_step(random_batch(9, 2, name), 0)  # loads what is compiled
-    before = peak_resident()
+    before = forget_peak()
     own, batch = contender(name, config(layers, **widths, **RATES)), random_batch(nodes, sequences, name)
     step = 0
     while pipe.recv():

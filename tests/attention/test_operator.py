@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph as mg
+from bench.processes import forget_peak, peak_resident
 from megagraph.attention.cpu import tiles
 from megagraph.attention.engines import choose
 from megagraph.attention.operator import _attention, attention_step_, attention_step_backward_, make_step
@@ -338,11 +337,6 @@ def test_only_the_reference_holds_all_scores(impl, dense, monkeypatch):
     assert (max(changes) >= B * H * N * N * 4) == dense
 
 
-def resident_bytes(name):
-    """VmRSS or its peak, VmHWM."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-
-
 @of_a_cpu
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resets the process's peak of memory by /proc")
@@ -352,11 +346,9 @@ def test_blocked_holds_a_few_tiles_for_each_thread(B, H, N, form):
     """Whoever allocates them."""
     for size in (16, N):  # the first compiles
         problem = make_problem(form, Shape(size, size, 8, B=B, H=H), dtype=torch.float32, masked=False, dropout_p=0.1)
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already would hide what is taken
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident_bytes("VmRSS")
+        before = forget_peak()
         forward_and_backward(problem, "blocked_long")
-        grown = resident_bytes("VmHWM") - before
+        grown = peak_resident() - before
     threads = torch.get_num_threads()
     of_rows = 20 * problem.q.nbytes + 2 * threads * problem.q.nbytes  # gradients, shares of dq, keys of dropout
     assert of_rows + threads * 2**22 < B * H * N * N * 4 / 2, "the limit is no less than all scores"

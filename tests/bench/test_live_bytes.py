@@ -1,10 +1,11 @@
-"""Bytes of tensors alive are those of storages that a test makes by hand."""
+"""Bytes of tensors alive are those of storages that a test makes by hand, and so are those of a process."""
 
 from __future__ import annotations
 
 import torch
 
 from bench.paper.live_bytes import MIB, LiveBytes
+from bench.processes import forget_peak, peak_resident
 
 NUMBERS = MIB // 4  # fp32, of a MiB
 
@@ -50,3 +51,13 @@ def test_parts_of_a_sparse_matrix_count():
         assert counted.live == 201 * 8 + 100 * 4
     with LiveBytes(by_row, by_column) as counted:
         assert counted.live == 2 * (201 * 8 + 100 * 4)
+
+
+def test_a_peak_of_a_process_is_of_what_comes_after():
+    x = torch.ones(200 * NUMBERS)
+    del x
+    before = forget_peak()
+    assert peak_resident() - before < 10 * MIB
+    x = torch.ones(50 * NUMBERS)
+    del x
+    assert 45 * MIB < peak_resident() - before < 60 * MIB
