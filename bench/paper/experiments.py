@@ -61,6 +61,11 @@ EXPERIMENTS = {
         ("cpu/plan_memory/ablation.json",),
         ("plan_memory ablation",),
     ),
+    "longest": Experiment(
+        "the longest sequence below a cap, beside eager ANS-GT",
+        ("cpu/plan_memory/longest.json",),
+        ("plan_memory longest",),
+    ),
     "cost-model": Experiment(
         "the 216 configurations",
         ("*/cost_model*/memory.json", "*/cost_model*/time.json"),

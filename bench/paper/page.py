@@ -55,6 +55,7 @@ SHOWN = {
         tuple(f"{said}{name}_bytes" for name in ("bias", "kept", "peak") for said in ("", "predicted_")),
     ),
     "ablation": Shown(("what", "processes"), ("batch_bytes", "predicted_bytes")),
+    "longest": Shown(("what", "nodes"), ("rank_bytes",)),
     "cost-model": Shown(("layers", "heads"), ("kept_bytes", "peak_bytes", "seconds")),
     "transfer": Shown(("network", "layers"), ("peak_bytes", "seconds")),
     "device-steps": Shown(("case",), (*PLAN, "predicted_bytes", "kernel_seconds")),
@@ -74,14 +75,23 @@ PRODUCTS = Shown(
 def page(results: Path, link: str, head: str = HEAD) -> str:
     """All experiments with rows below ``results``, to which ``link`` leads from the page."""
     parts = [head]
+    found_by = {
+        name: sorted(path for pattern in experiment.rows for path in results.glob(pattern))
+        for name, experiment in EXPERIMENTS.items()
+    }
+    named = {path.with_suffix(".svg") for files in found_by.values() for path in files}  # each stands by its own rows
+    placed: set[Path] = set()
     for name, experiment in EXPERIMENTS.items():
-        files = sorted(path for pattern in experiment.rows for path in results.glob(pattern))
+        files = found_by[name]
         rows = {path.relative_to(results).as_posix(): rows_of(path) for path in files}
         parts += _section(name, experiment.what, rows)
         folders = sorted({path.parent for path in files if path.parent.parent != results})
         for judgement in (found for folder in folders for found in sorted(folder.glob("judgement.json"))):
             parts.append(_judged(json.loads(judgement.read_text(encoding="utf-8"))))
         for figure in (found for folder in folders for found in sorted(folder.glob("*.svg"))):
+            if figure in placed or (figure in named and figure.with_suffix(".json") not in files):
+                continue
+            placed.add(figure)
             parts.append(f"![{experiment.what}]({link}/{figure.relative_to(results).as_posix()})")
     return "\n\n".join(part for part in parts if part) + "\n"
 

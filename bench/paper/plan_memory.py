@@ -2,6 +2,7 @@
 
     python -m bench.paper.plan_memory sequence     # bias and activations of 1, 2 and 4 ranks that share a sequence
     python -m bench.paper.plan_memory ablation     # 32 layers of 32 heads: recomputation, pp, cp, sharding, 16 bits
+    python -m bench.paper.plan_memory longest      # how long sequences get below a cap, beside eager ANS-GT
 
 Every rank is a process (gloo) that makes steps of one training. Counted are the peak of the bytes of all tensors alive
 over two steps, but for temporaries inside an operator, and in a third one by how much they have grown when the forward
@@ -17,6 +18,10 @@ Computers' size, 4 channels, d = FFN = 128, 32 layers, 32 heads, dropout 0.1; pi
 Bytes grow in proportion to the sequences, beside what does not depend on them: SIZES of them are counted, and a line
 through both gives those of a batch of 256; of the first plan it is compared with a count of 128. Eager ANS-GT, which
 keeps its scores, stands beside them.
+
+Longest: the same graph, 4 ego sequences, each a target, sampled nodes, a super node and a global token, 4 channels, 16
+layers, 8 heads, d = FFN = 64, dropout 0.1 (the paper's model of its figures on memory); LENGTHS, of which each is 1.41
+times the one before, until the most loaded rank has more than CAP, which stands for a device's memory.
 """
 
 from __future__ import annotations
@@ -84,6 +89,13 @@ ABLATIONS: dict[str, tuple[Plan, str]] = {
     "all": (Plan(pp=2, cp=2, dp=2, checkpoint=True, shard=True, **_PIPELINE), "bf16"),
 }
 ABLATIONS = sized(ABLATIONS, quick={name: ABLATIONS[name] for name in ("none", "recomputation", "dp 2, sharded")})
+LONGEST = TrainConfig(
+    layers=16, heads=8, batch_size=4, samples=1, super_nodes=2, **(_COMMON | dict(dim=64, ffn_dim=64))
+)
+CAP = sized(512, quick=16) * MIB
+LENGTHS = (128, 181, 256, 362, 512, 724, 1024, 1448, 2048, 2896, 4096)
+EAGER = "eager ANS-GT"
+CONTENDERS = {EAGER: 1, "ours": 1, "ours, 2 ranks": 2, "ours, 4 ranks": 4}
 FOLDER = RESULTS / "cpu" / "plan_memory"
 
 
@@ -261,22 +273,47 @@ def extended(sizes: tuple[int, int], peaks: tuple[int, ...], to: int = BATCH) ->
     return peaks[0] + (to - sizes[0]) * (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
 
 
+def longest() -> None:
+    """Print, and write bench/results/cpu/plan_memory/longest.json and .svg."""
+    rows: list[dict[str, Any]] = []
+    for name, ranks in CONTENDERS.items():
+        for length in LENGTHS:
+            config = replace(LONGEST, sample_nodes=length - 3).with_plan(Plan(cp=ranks))
+            of_rank = [{"peak_bytes": of_eager(config)}] if name == EAGER else counted(ranks, [config])[0]
+            peaks = [rank["peak_bytes"] for rank in of_rank]
+            rows.append({"what": name, "processes": ranks, "nodes": length, "rank_bytes": peaks, "unit": "bytes"})
+            print(f"{name}: {length} nodes, {max(peaks) / MIB:.0f} MiB", flush=True)
+            if max(peaks) > CAP:
+                break
+    rows = json.loads(write_rows("plan_memory/longest", rows, folder="cpu", children=PACKAGE).read_text())
+    figure, axes = draw(5, 3.4)
+    for name in CONTENDERS:
+        of = [row for row in rows if row["what"] == name]
+        axes.plot([row["nodes"] for row in of], [max(row["rank_bytes"]) / MIB for row in of], ".-", label=name)
+        print(f"{name}: up to {max((row['nodes'] for row in of if max(row['rank_bytes']) <= CAP), default=0)} nodes")
+    axes.axhline(CAP / MIB, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="nodes of a sequence", ylabel="MiB of the most loaded rank")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    save(figure, rows[0], FOLDER / "longest.svg")
+
+
+def of_eager(config: TrainConfig) -> int:
+    """Peak bytes of eager ANS-GT in one process."""
+    rank = Rank(config, graph_of(config.batching))
+    other = Contender("eager", EagerANSGT(rank.pipeline.stages[0].model.config))
+    with LiveBytes(*rank.given(), *other.model.parameters()) as counted:
+        for step in range(TRACKED_STEPS):
+            other.train_step(rank.batch, step)
+    return counted.peak
+
+
 def eager() -> dict[str, Any]:
     """The row of eager ANS-GT in one process."""
-
-    def peak(size: int) -> int:
-        rank = Rank(replace(ABLATION, batch_size=size), graph_of(ABLATION.batching))
-        other = Contender("eager", EagerANSGT(rank.pipeline.stages[0].model.config))
-        with LiveBytes(*rank.given(), *other.model.parameters()) as counted:
-            for step in range(TRACKED_STEPS):
-                other.train_step(rank.batch, step)
-        return counted.peak
-
-    peaks = [peak(size) for size in EAGER_SIZES]
-    row = {"what": "eager ANS-GT", "plan": "one process", "dtype": "fp32", "processes": 1, "sequences": EAGER_SIZES}
+    peaks = [of_eager(replace(ABLATION, batch_size=size)) for size in EAGER_SIZES]
+    row = {"what": EAGER, "plan": "one process", "dtype": "fp32", "processes": 1, "sequences": EAGER_SIZES}
     row |= {"rank_bytes": [[size] for size in peaks], "batch": BATCH, "batch_bytes": [extended(EAGER_SIZES, peaks)]}
     return row | {"unit": "bytes"}
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"sequence": sequence, "ablation": ablation})
+    tyro.extras.subcommand_cli_from_dict({"sequence": sequence, "ablation": ablation, "longest": longest})
