@@ -184,3 +184,9 @@ def ways(at: At) -> Iterator[str]:
         mib = [f"{way[f'{what}_bytes'] / MIB:.1f}" for what in ("sent", "bias") for way in of]
         bias = "buckets" if row["kind"] == "bucket" else "4 channels"
         yield f"| {row['ranks']} | {bias} | {' | '.join([*seconds, *mib])} |"
+    four = ("halo", *WAYS)
+    for name in ("wordnet30", "debian12", "computers"):
+        for row in at(f"cpu/halo/{name}.json")[1:]:
+            seconds = [f"{row[way]['median']:.2f}" for way in four]
+            mib = [f"{row[way][f'{what}_bytes'] / MIB:.0f}" for what in ("sent", "bias") for way in four]
+            yield f"| {name} | {row['ranks']} | {' | '.join([*seconds, *mib])} |"
