@@ -31,7 +31,7 @@ from megagraph.attention.cpu.pair import (
     row_key_of,
     to_lanes,
 )
-from megagraph.attention.cpu.row import fill, gather, head_keys_of, num_groups, padded, rescale, scatter, up
+from megagraph.attention.cpu.row import fill, gather, head_keys_of, num_groups, padded, rescale, scatter, up, zeros
 from megagraph.attention.cpu.simd import (
     LANES,
     borrowed,
@@ -58,7 +58,7 @@ _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 
 
 @jit(nogil=True)
-def _forward(first, last, call, planes, keys, firsts):
+def _forward(first, last, call, planes, keys, firsts, scratch):
     """Rows first..last of the relations, of every sequence that they are of."""
     work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
     (q, m_state, l_state, acc, out, lse), (k_t, v_t), (is_first, is_last) = borrowed(planes), borrowed(keys), firsts
@@ -66,8 +66,7 @@ def _forward(first, last, call, planes, keys, firsts):
     width, groups, columns = padded(D), -(-H // LANES), lists.columns
     size = LANES * width
     zero, minus_inf = num(0), num(-np.inf)
-    q_t, total, s = np.zeros(size, k_t.dtype), np.zeros(size, k_t.dtype), np.zeros(LANES * _CHUNK, k_t.dtype)
-    lane, places = np.zeros(LANES, k_t.dtype), np.zeros(_CHUNK, np.int64)
+    q_t, total, s, lane, places = borrowed(scratch)
     for listed in range(first, last):
         row = listed % M
         for b in range(0 if work.shared else listed // M, work.S if work.shared else listed // M + 1):
@@ -130,7 +129,7 @@ def _forward(first, last, call, planes, keys, firsts):
 
 
 @jit(nogil=True)
-def _backward_rows(first, last, call, planes, keys, added, d_learned):
+def _backward_rows(first, last, call, planes, keys, added, d_learned, scratch):
     """dq of rows first..last, and what they add to the gradient of the bias: doubles [G, width, 8], or of each pair."""
     work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
     (q, d_out, lse, delta, dq), (k_t, v_t) = borrowed(planes), borrowed(keys)
@@ -138,9 +137,7 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned):
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
     width, groups, columns = padded(D), -(-H // LANES), lists.columns
     size, zero, minus_inf = LANES * width, num(0), num(-np.inf)
-    q_t, d_out_t, dq_t = np.zeros(size, k_t.dtype), np.zeros(size, k_t.dtype), np.zeros(size, k_t.dtype)
-    lane, places, s = np.zeros(LANES, k_t.dtype), np.zeros(_CHUNK, np.int64), np.zeros(LANES * _CHUNK, k_t.dtype)
-    of_rows, scratch = np.zeros(len(d_table), k_t.dtype), np.zeros(width, k_t.dtype)
+    q_t, d_out_t, dq_t, own, s, lane, of_rows, places = borrowed(scratch)
     for listed in range(first, last):
         row = listed % M
         for b in range(0 if work.shared else listed // M, work.S if work.shared else listed // M + 1):
@@ -190,7 +187,7 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned):
                                     d_pairs[pair * H + head + i] += lane[i]
                         add_combined(s, k_t, places, n, width, dq_t)
                 rescale(dq_t, size, splat(work.scale))
-                put(dq_t, heads, D, dq, place, added, scratch)
+                put(dq_t, heads, D, dq, place, added, own)
         if len(d_table) and ((listed + 1) % _ROWS_IN_A_SUM == 0 or listed + 1 == last):
             for i in range(len(d_table)):
                 d_table[i] += of_rows[i]
@@ -198,20 +195,14 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned):
 
 
 @jit(nogil=True)
-def _backward_keys(first, last, call, planes, rows, added):
+def _backward_keys(first, last, call, planes, rows, added, scratch):
     """dk and dv of visiting keys first..last."""
     work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
     (k, v, dk, dv), (q_t, d_out_t, lse, delta) = borrowed(planes), borrowed(rows)
     M, H, D, num = work.M, work.H, work.D, q_t.dtype.type
     width, groups = padded(D), -(-H // LANES)
     size, zero = LANES * width, num(0)
-    k_t, v_t, dk_t = np.zeros(size, q_t.dtype), np.zeros(size, q_t.dtype), np.zeros(size, q_t.dtype)
-    dv_t, lane, places = np.zeros(size, q_t.dtype), np.zeros(LANES, q_t.dtype), np.zeros(_CHUNK, np.int64)
-    p_t, ds_t, scratch = (
-        np.zeros(LANES * _CHUNK, q_t.dtype),
-        np.zeros(LANES * _CHUNK, q_t.dtype),
-        np.zeros(width, q_t.dtype),
-    )
+    k_t, v_t, dk_t, dv_t, own, p_t, ds_t, lane, places = borrowed(scratch)
     num_columns = (len(lists.key_starts) - 1) // (1 if work.shared else work.S)
     for segment in range(len(work.segments)):
         first_key, first_column, length = work.segments[segment]
@@ -246,8 +237,8 @@ def _backward_keys(first, last, call, planes, rows, added):
                             store(ds_t, LANES * j, p * (dp - load(delta, LANES * (base + row))))
                         add_combined(p_t, d_out_t, places, n, width, dv_t)
                         add_combined(ds_t, q_t, places, n, width, dk_t)
-                    put(dk_t, heads, D, dk, place, added, scratch)
-                    put(dv_t, heads, D, dv, place, added, scratch)
+                    put(dk_t, heads, D, dk, place, added, own)
+                    put(dv_t, heads, D, dv, place, added, own)
 
 
 def _lanes(x: Tensor, compute: torch.dtype, factor: float = 1.0) -> np.ndarray:
@@ -331,6 +322,11 @@ def _costs(starts: np.ndarray, work: Work) -> np.ndarray:
     return (np.diff(starts) + 2) * (num_groups(work.H) * (work.S if work.shared else 1))
 
 
+def _scratch(like: np.ndarray, *sizes: int) -> tuple[np.ndarray, ...]:
+    """Arrays of so many vectors, and the places of a chunk."""
+    return *zeros(torch.from_numpy(like).dtype, *sizes), np.zeros(_CHUNK, np.int64)
+
+
 def _number(compute: torch.dtype) -> type:
     return torch.empty(0, dtype=compute).numpy().dtype.type
 
@@ -346,7 +342,8 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     keys = _lanes(k, compute), _lanes(v, compute)
 
     def run(_: int, first: int, last: int) -> None:
-        _forward(first, last, call, planes, keys, (state.first, state.last))
+        scratch = _scratch(keys[0], up(work.D), up(work.D), _CHUNK, 1)
+        _forward(first, last, call, planes, keys, (state.first, state.last), scratch)
 
     in_threads(run, _costs(call[1].row_starts, work), _PAIRS_PER_THREAD)
     if state.out is not None and out is not None and state.out is not out:
@@ -385,16 +382,20 @@ def _run_rows(call: tuple, planes: tuple, keys: tuple, added: bool, sums: tuple[
     (work, lists, *_), (d_tables, d_pairs) = call, sums
 
     def run(chunk: int, first: int, last: int) -> None:
-        _backward_rows(first, last, call, planes, keys, added, (d_tables[chunk], d_pairs))
+        scratch = _scratch(keys[0], *[up(work.D)] * 4, _CHUNK, 1, d_tables.shape[1] // LANES)
+        _backward_rows(first, last, call, planes, keys, added, (d_tables[chunk], d_pairs), scratch)
 
     in_threads(run, _costs(lists.row_starts, work), _PAIRS_PER_THREAD)
 
 
 def _run_keys(call: tuple, planes: tuple, queries: tuple, added: bool) -> None:
-    def run(_: int, first: int, last: int) -> None:
-        _backward_keys(first, last, call, planes, queries, added)
+    work = call[0]
 
-    in_threads(run, _costs_of_keys(call[1], call[0]), _PAIRS_PER_THREAD)
+    def run(_: int, first: int, last: int) -> None:
+        scratch = _scratch(queries[0], *[up(work.D)] * 5, _CHUNK, _CHUNK, 1)
+        _backward_keys(first, last, call, planes, queries, added, scratch)
+
+    in_threads(run, _costs_of_keys(call[1], work), _PAIRS_PER_THREAD)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from megagraph.attention.cpu.dropout import head_keys, pair_hash
 from megagraph.attention.cpu.simd import (
@@ -258,6 +259,13 @@ def up(size):
 
 
 padded = jit()(up)
+
+
+def zeros(dtype: torch.dtype, *sizes: int) -> tuple[np.ndarray, ...]:
+    """Arrays of so many vectors, scratch of compiled functions, which count references of arrays that they make
+    themselves. What is never written, where D was rounded up, adds nothing."""
+    ends = np.cumsum(sizes) * LANES
+    return tuple(np.split(torch.zeros(int(ends[-1]), dtype=dtype).numpy(), ends[:-1]))
 
 
 @_part

@@ -39,6 +39,7 @@ from megagraph.attention.cpu.row import (
     set_to_bias,
     softmax_backward,
     up,
+    zeros,
 )
 from megagraph.attention.cpu.simd import LANES, borrowed, keep_from, load, not_zero, splat, store
 from megagraph.attention.cpu.views import BiasArrays, bias_arrays, place_of, plane
@@ -184,12 +185,6 @@ def _dropout(step: Step, heads: int) -> Dropout:
     return Dropout(keys, np.uint32(dropout_threshold(step.dropout_p)), np.float32(1.0 / (1.0 - step.dropout_p)))
 
 
-def _scratch(*sizes: int) -> tuple[np.ndarray, ...]:
-    """Arrays of so many vectors. They start as zeros: what is never written, where D was rounded up, adds nothing."""
-    ends = np.cumsum(sizes) * LANES
-    return tuple(np.split(torch.zeros(int(ends[-1]), dtype=torch.float32).numpy(), ends[:-1]))
-
-
 def _longest(rows: Rows, first: int, last: int) -> int:
     start = rows.start[first : last + 1]
     return int((start[1:] - start[:-1]).max(initial=0))
@@ -223,7 +218,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, rows: tup
 
     def run(_: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
-        scratch = _scratch(size * width, size * width, width, width, size, 2)
+        scratch = zeros(torch.float32, size * width, size * width, width, width, size, 2)
         _forward(first, last, (H, D, scale), planes, pairs, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
@@ -254,7 +249,7 @@ def backward(
     def run(chunk: int, first: int, last: int) -> None:
         size, width = up(_longest(keys, first, last)), up(D)
         sizes = (size * width,) * 4 + (width,) * 3 + (size,) * 3 + (pairs.bias.at.num_learned, 1)
-        scratch = _scratch(*sizes)
+        scratch = zeros(torch.float32, *sizes)
         _backward(first, last, (H, D, scale), planes, shares[chunk], pairs, scratch)
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
