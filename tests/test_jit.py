@@ -13,7 +13,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import _Intrinsic
 
 from megagraph import jit
-from megagraph.attention.cpu import dropout, row, rows, simd, tile, tiles, views
+from megagraph.attention.cpu import dropout, pair, pairs, product, row, rows, simd, tile, tiles, views
 
 
 def twice(x: int) -> int:
@@ -85,7 +85,7 @@ def test_damaged_code_is_compiled_again(tmp_path, monkeypatch: pytest.MonkeyPatc
 
 def test_every_file_that_compiled_functions_take_in_is_part_of_the_key():
     taken_in = set()
-    for module in (dropout, row, rows, simd, tile, tiles, views):
+    for module in (dropout, pair, pairs, product, row, rows, simd, tile, tiles, views):
         for value in vars(module).values():
             in_compiled_code = isinstance(value, (Dispatcher, _Intrinsic)) or hasattr(value, "_fields")
             if in_compiled_code and value.__module__ != module.__name__:

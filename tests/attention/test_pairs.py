@@ -30,7 +30,7 @@ from tests.problems import (
 from tests.steps import run_steps
 
 FORMS = ("bucket", "projected", "dense")
-KINDS = ("scattered", "hub", "band", "one", "full")
+KINDS = ("scattered", "hub", "band", "blocks", "one", "full")
 
 
 def present(kind, S, M, N):
@@ -46,6 +46,9 @@ def present(kind, S, M, N):
     elif kind == "band":  # of one side only
         away = torch.arange(N) - torch.arange(M)[:, None]
         pairs = ((away >= 0) & (away < 3)).expand(S, M, N).clone()
+    elif kind == "blocks":  # rows of the same columns, one after another
+        pairs = (torch.rand(S, M // 5 + 1, N // 6 + 1) < 0.5).repeat_interleave(5, dim=1)
+        pairs = pairs.repeat_interleave(6, dim=2)[:, :M, :N].clone()
     elif kind == "one":
         pairs = torch.zeros(S, M, N, dtype=torch.bool)
         pairs[-1, -1, 0] = True
@@ -133,10 +136,10 @@ def test_values_and_gradients_are_those_of_masked_pairs(form, kind, dropout_p, i
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (8, 1, 65, 16), (9, 70, 3, 4), (5, 40, 40, 33), (2, 9, 70, 256)])
-@pytest.mark.parametrize("form", FORMS)
-def test_odd_sizes(form, sizes, impl):
+@pytest.mark.parametrize(("form", "kind"), [*itertools.product(FORMS, ("hub", "blocks"))])
+def test_odd_sizes(form, kind, sizes, impl):
     H, M, N, D = sizes
-    dense, given, pairs = problem(form, "hub", H=H, M=M, N=N, D=D, dropout_p=0.2)
+    dense, given, pairs = problem(form, kind, H=H, M=M, N=N, D=D, dropout_p=0.2)
     assert_is(run(given, impl), dense, given, pairs)
 
 

@@ -9,6 +9,7 @@ import pytest
 from numba import njit
 
 from megagraph.attention.cpu import simd
+from megagraph.attention.cpu.product import product_8, product_16
 
 
 @njit
@@ -66,7 +67,7 @@ def test_exp(dtype, low, high):
 def test_product(dtype, vectors, add):
     """Of parts of larger matrices, with columns of a side by side or rows."""
     numbers = np.random.default_rng(0)
-    product, width = (simd.product_8, simd.product_16)[vectors - 1], 8 * vectors
+    product, width = (product_8, product_16)[vectors - 1], 8 * vectors
     a, b, c = (numbers.integers(-9, 9, shape).astype(dtype) for shape in ((20, 30), (20, 40), (20, 50)))
     run = njit(lambda a, a_row, a_k, b, c, add: product(a, 31, a_row, a_k, 7, b, 42, 40, c, 53, 50, add))
     for a_row, a_k, part in ((30, 1, a[1:7, 1:8]), (1, 30, a[1:8, 1:7].T)):
@@ -125,3 +126,20 @@ def test_borrowed_arrays_stay_with_the_caller():
     for _ in range(100):
         assert _borrowed_sum(x, (y, 7)) == 6
     assert (sys.getrefcount(x), sys.getrefcount(y)) == counts
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_wide(dtype):
+    """Sixteen numbers side by side: read, written, made of eight and folded to eight."""
+
+    @njit
+    def run(x, out, sums):
+        wide = simd.multiply_add(simd.twice(simd.load(x, 0)), simd.load_wide(x, 3), simd.load_wide(x, 5))
+        simd.store(out, 1, wide + wide)
+        simd.store(sums, 1, simd.folded(wide))
+
+    x, out, sums = np.random.default_rng(0).integers(-9, 9, 21).astype(dtype), np.zeros(18, dtype), np.zeros(10, dtype)
+    run(x, out, sums)
+    wide = np.tile(x[:8], 2) * x[3:19] + x[5:21]
+    np.testing.assert_array_equal(out, [0, *(2 * wide), 0])
+    np.testing.assert_array_equal(sums, [0, *(wide[:8] + wide[8:]), 0])

@@ -11,7 +11,17 @@ import numpy as np
 
 from megagraph.attention.cpu.dropout import mix32
 from megagraph.attention.cpu.row import gather, padded, scatter
-from megagraph.attention.cpu.simd import LANES, borrowed, load, multiply_add, splat, store
+from megagraph.attention.cpu.simd import (
+    LANES,
+    borrowed,
+    folded,
+    load,
+    load_wide,
+    multiply_add,
+    splat,
+    store,
+    twice,
+)
 from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
 from megagraph.jit import jit
 
@@ -70,34 +80,56 @@ def to_lanes(first, last, x, sizes, factor, out):
 
 
 @_part
-def dot(a, b, at, width):
-    """sum_d a[d] b[at + d] of eight heads."""
-    zero = splat(a.dtype.type(0))
-    s0 = s1 = s2 = s3 = zero
+def _dot(a, b, width):
+    """sum_d a[d] b[d] of eight heads; a and b are an array and a place in it each."""
+    (x, at), (y, there) = a, b
+    s0 = s1 = twice(splat(x.dtype.type(0)))
     for d in range(0, LANES * width, 4 * LANES):
-        s0 = multiply_add(load(a, d), load(b, at + d), s0)
-        s1 = multiply_add(load(a, d + 8), load(b, at + d + 8), s1)
-        s2 = multiply_add(load(a, d + 16), load(b, at + d + 16), s2)
-        s3 = multiply_add(load(a, d + 24), load(b, at + d + 24), s3)
-    return (s0 + s1) + (s2 + s3)
+        s0 = multiply_add(load_wide(x, at + d), load_wide(y, there + d), s0)
+        s1 = multiply_add(load_wide(x, at + d + 16), load_wide(y, there + d + 16), s1)
+    return folded(s0 + s1)
 
 
 @_part
-def add_combined(weights, x, places, n, width, out):
-    """out[d] += sum_j weights[j] x[places[j] + d]."""
-    zero = splat(x.dtype.type(0))
-    for d in range(0, LANES * width, 4 * LANES):
+def dots(a, at, b, places, n, width, out):
+    """out[j] = sum_d a[at + d] b[places[j] + d] of eight heads, four of the other side at a time."""
+    zero, whole = twice(splat(a.dtype.type(0))), n - n % 4
+    for j in range(0, whole, 4):
+        first, second, third, fourth = places[j], places[j + 1], places[j + 2], places[j + 3]
         s0 = s1 = s2 = s3 = zero
-        for j in range(n):
-            w, at = load(weights, LANES * j), places[j] + d
-            s0 = multiply_add(w, load(x, at), s0)
-            s1 = multiply_add(w, load(x, at + 8), s1)
-            s2 = multiply_add(w, load(x, at + 16), s2)
-            s3 = multiply_add(w, load(x, at + 24), s3)
-        store(out, d, load(out, d) + s0)
-        store(out, d + 8, load(out, d + 8) + s1)
-        store(out, d + 16, load(out, d + 16) + s2)
-        store(out, d + 24, load(out, d + 24) + s3)
+        for d in range(0, LANES * width, 2 * LANES):
+            x = load_wide(a, at + d)
+            s0 = multiply_add(x, load_wide(b, first + d), s0)
+            s1 = multiply_add(x, load_wide(b, second + d), s1)
+            s2 = multiply_add(x, load_wide(b, third + d), s2)
+            s3 = multiply_add(x, load_wide(b, fourth + d), s3)
+        store(out, LANES * j, folded(s0))
+        store(out, LANES * j + 8, folded(s1))
+        store(out, LANES * j + 16, folded(s2))
+        store(out, LANES * j + 24, folded(s3))
+    for j in range(whole, n):
+        store(out, LANES * j, _dot((a, at), (b, places[j]), width))
+
+
+@_part
+def add_combined(weights, x, places, n, width, out, to):
+    """out[to + d] += sum_j weights[j] x[places[j] + d]."""
+    zero, whole = twice(splat(x.dtype.type(0))), n - n % 2
+    for d in range(0, LANES * width, 4 * LANES):
+        s0 = s1 = s2 = s3 = zero  # of even and of odd ones
+        for j in range(0, whole, 2):
+            w, at = twice(load(weights, LANES * j)), places[j] + d
+            s0 = multiply_add(w, load_wide(x, at), s0)
+            s1 = multiply_add(w, load_wide(x, at + 16), s1)
+            w, at = twice(load(weights, LANES * j + 8)), places[j + 1] + d
+            s2 = multiply_add(w, load_wide(x, at), s2)
+            s3 = multiply_add(w, load_wide(x, at + 16), s3)
+        if whole < n:
+            w, at = twice(load(weights, LANES * whole)), places[whole] + d
+            s0 = multiply_add(w, load_wide(x, at), s0)
+            s1 = multiply_add(w, load_wide(x, at + 16), s1)
+        store(out, to + d, load_wide(out, to + d) + (s0 + s2))
+        store(out, to + d + 16, load_wide(out, to + d + 16) + (s1 + s3))
 
 
 @_part
@@ -114,6 +146,32 @@ def bias_of(pair, bias, group, heads, H, lane):
     for head in range(heads):
         lane[head] = bias.numbers[pair * H + LANES * group + head]
     return load(lane, 0)
+
+
+@_part
+def add_to_table(sums, pair, bias, group, ds):
+    """A pair's share of the gradient of a table or weight, of eight heads."""
+    if bias.form == BUCKET:
+        at = LANES * (group * bias.width + np.intp(bias.buckets[pair]))
+        store(sums, at, load(sums, at) + ds)
+    else:
+        for c in range(bias.width):
+            at = LANES * (group * bias.width + c)
+            store(sums, at, multiply_add(ds, splat(bias.numbers[pair * bias.width + c]), load(sums, at)))
+
+
+@_part
+def end_of_equals(starts, entries, first, last, most):
+    """Where lists end that name the same as the first one, at most so many."""
+    n, end = starts[first + 1] - starts[first], first + 1
+    while end < last and end - first < most and starts[end + 1] - starts[end] == n:
+        i = 0
+        while i < n and entries[starts[first] + i] == entries[starts[end] + i]:
+            i += 1
+        if i < n:
+            break
+        end += 1
+    return end
 
 
 @_part
@@ -144,14 +202,14 @@ def own_numbers(x, b, group, row, heads, lane):
 
 
 @_part
-def put(x, heads, D, out, place, added, row):
+def put(x, x_at, heads, D, out, place, added, row):
     """x [width, 8] into rows of several heads of a plane, or added to them; ``row`` is scratch."""
     if not added:
-        scatter(x, 0, heads, D, out, place_of(out, place))
+        scatter(x, x_at, heads, D, out, place_of(out, place))
         return
     at = place_of(out, place)
     for head in range(heads):
         for i in range(D):
-            row[i] = x[LANES * i + head]
+            row[i] = x[x_at + LANES * i + head]
         for i in range(D):
             out.memory[at + head * out.stride_h + i] += row[i]

@@ -23,8 +23,10 @@ from megagraph.attention.cpu.pair import (
     PairBias,
     Work,
     add_combined,
+    add_to_table,
     bias_of,
-    dot,
+    dots,
+    end_of_equals,
     first_from,
     own_numbers,
     put,
@@ -52,6 +54,7 @@ from megagraph.jit import jit
 from megagraph.threads import CHUNKS, in_threads
 
 _CHUNK = 32  # pairs at a time: their keys and values stay in the first level of the cache
+_TOGETHER = 8  # rows, or keys, whose lists are the same: what these name is read once for all of them
 _ROWS_IN_A_SUM = 32  # of the gradient of a table, before it goes into a sum of doubles
 _PAIRS_PER_THREAD = 1 << 12
 _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
@@ -63,69 +66,74 @@ def _forward(first, last, call, planes, keys, firsts, scratch):
     work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
     (q, m_state, l_state, acc, out, lse), (k_t, v_t), (is_first, is_last) = borrowed(planes), borrowed(keys), firsts
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
-    width, groups, columns = padded(D), -(-H // LANES), lists.columns
-    size = LANES * width
-    zero, minus_inf = num(0), num(-np.inf)
-    q_t, total, s, lane, places = borrowed(scratch)
-    for listed in range(first, last):
-        row = listed % M
+    width, groups, (starts, columns) = padded(D), -(-H // LANES), (lists.row_starts, lists.columns)
+    size, zero, minus_inf, listed = LANES * width, num(0), num(-np.inf), first
+    q_t, totals, maxima, sums, s, lane, places = borrowed(scratch)
+    while listed < last:
+        beyond = end_of_equals(starts, columns, listed, min(last, (listed // M + 1) * M), _TOGETHER)
+        together, first_row = beyond - listed, listed % M
         for b in range(0 if work.shared else listed // M, work.S if work.shared else listed // M + 1):
             for group in range(groups):
                 head, heads, base = LANES * group, min(LANES, H - LANES * group), (b * groups + group) * work.num_keys
-                place = b, head, row
-                gather(q, place_of(q, place), heads, D, q_t, 0)
-                rescale(q_t, size, splat(work.scale))
-                row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
-                m, l = splat(minus_inf), splat(zero)
+                for i in range(together):
+                    place = b, head, first_row + i
+                    gather(q, place_of(q, place), heads, D, q_t, i * size)
+                    rescale(q_t, i * size, size, splat(work.scale))
+                    if not is_first:
+                        store(maxima, LANES * i, own_numbers(m_state, b, group, first_row + i, heads, lane))
+                        store(sums, LANES * i, own_numbers(l_state, b, group, first_row + i, heads, lane))
+                        gather(acc, place_of(acc, place), heads, D, totals, i * size)
                 if is_first:
-                    fill(total, size, zero)
-                else:
-                    m, l = (
-                        own_numbers(m_state, b, group, row, heads, lane),
-                        own_numbers(l_state, b, group, row, heads, lane),
-                    )
-                    gather(acc, place_of(acc, place), heads, D, total, 0)
+                    fill(maxima, LANES * together, minus_inf)
+                    fill(sums, LANES * together, zero)
+                    fill(totals, size * together, zero)
                 for segment in range(len(work.segments)):
                     key, column, length = work.segments[segment]
-                    start = first_from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
-                    end = first_from(columns, start, lists.row_starts[listed + 1], column + length)
+                    start = first_from(columns, starts[listed], starts[listed + 1], column)
+                    end = first_from(columns, start, starts[listed + 1], column + length)
                     for chunk in range(start, end, _CHUNK):
-                        n, before = min(_CHUNK, end - chunk), m
+                        n = min(_CHUNK, end - chunk)
                         for j in range(n):
-                            at_column = np.intp(columns[chunk + j])
-                            places[j] = (base + at_column - column + key) * size
-                            x = dot(q_t, k_t, places[j], width)
-                            x = x + bias_of(chunk + j, bias, group, heads, H, lane)
-                            if len(padding) and padding[b, at_column]:
-                                x = splat(minus_inf)
-                            m = maximum(m, x)
-                            store(s, LANES * j, x)
-                        pivot, part = finite(m), splat(zero)
-                        factor = exp(before - pivot)
-                        for j in range(n):
-                            p = exp(load(s, LANES * j) - pivot)
-                            part = part + p
-                            if len(dropout_keys):
-                                hashed = pair_hash(row_key, splat(np.uint32(column_ids[columns[chunk + j]])))
-                                p = keep_from(p, hashed, splat(work.threshold))
-                            store(s, LANES * j, p)
-                        l = multiply_add(l, factor, part)
-                        rescale(total, size, factor)
-                        add_combined(s, v_t, places, n, width, total)
-                if is_last:
-                    rescale(total, size, splat(work.keep) / not_zero(l))
-                    scatter(total, 0, heads, D, out, place_of(out, place))
-                    store(lane, 0, m)
-                    scatter(lane, 0, heads, 1, lse, place_of(lse, place))
-                    store(lane, 0, l)
-                    for i in range(heads):
-                        lse.memory[place_of(lse, (b, head + i, row))] += np.log(lane[i])
-                else:
-                    scatter(total, 0, heads, D, acc, place_of(acc, place))
-                    store(lane, 0, m)
-                    scatter(lane, 0, heads, 1, m_state, place_of(m_state, place))
-                    store(lane, 0, l)
-                    scatter(lane, 0, heads, 1, l_state, place_of(l_state, place))
+                            places[j] = (base + np.intp(columns[chunk + j]) - column + key) * size
+                        for i in range(together):
+                            row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
+                            pair, m = chunk + starts[listed + i] - starts[listed], load(maxima, LANES * i)
+                            before = m
+                            dots(q_t, i * size, k_t, places, n, width, s)
+                            for j in range(n):
+                                x = load(s, LANES * j) + bias_of(pair + j, bias, group, heads, H, lane)
+                                if len(padding) and padding[b, columns[chunk + j]]:
+                                    x = splat(minus_inf)
+                                m = maximum(m, x)
+                                store(s, LANES * j, x)
+                            pivot, part = finite(m), splat(zero)
+                            factor = exp(before - pivot)
+                            for j in range(n):
+                                p = exp(load(s, LANES * j) - pivot)
+                                part = part + p
+                                if len(dropout_keys):
+                                    hashed = pair_hash(row_key, splat(np.uint32(column_ids[columns[chunk + j]])))
+                                    p = keep_from(p, hashed, splat(work.threshold))
+                                store(s, LANES * j, p)
+                            store(maxima, LANES * i, m)
+                            store(sums, LANES * i, multiply_add(load(sums, LANES * i), factor, part))
+                            rescale(totals, i * size, size, factor)
+                            add_combined(s, v_t, places, n, width, totals, i * size)
+                for i in range(together):
+                    place, l = (b, head, first_row + i), load(sums, LANES * i)
+                    if is_last:
+                        rescale(totals, i * size, size, splat(work.keep) / not_zero(l))
+                        scatter(totals, i * size, heads, D, out, place_of(out, place))
+                        scatter(maxima, LANES * i, heads, 1, lse, place_of(lse, place))
+                        for other in range(heads):
+                            lse.memory[place_of(lse, (b, head + other, first_row + i))] += np.log(
+                                sums[LANES * i + other]
+                            )
+                    else:
+                        scatter(totals, i * size, heads, D, acc, place_of(acc, place))
+                        scatter(maxima, LANES * i, heads, 1, m_state, place_of(m_state, place))
+                        scatter(sums, LANES * i, heads, 1, l_state, place_of(l_state, place))
+        listed = beyond
 
 
 @jit(nogil=True)
@@ -135,63 +143,62 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned, scratch):
     (q, d_out, lse, delta, dq), (k_t, v_t) = borrowed(planes), borrowed(keys)
     d_table, d_pairs = borrowed(d_learned)
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
-    width, groups, columns = padded(D), -(-H // LANES), lists.columns
-    size, zero, minus_inf = LANES * width, num(0), num(-np.inf)
-    q_t, d_out_t, dq_t, own, s, lane, of_rows, places = borrowed(scratch)
-    for listed in range(first, last):
-        row = listed % M
+    width, groups, (starts, columns) = padded(D), -(-H // LANES), (lists.row_starts, lists.columns)
+    size, zero, minus_inf, listed = LANES * width, num(0), num(-np.inf), first
+    q_t, d_out_t, dq_t, own, pivots, deltas, s, dp_t, lane, of_rows, places = borrowed(scratch)
+    while listed < last:
+        beyond = end_of_equals(starts, columns, listed, min(last, (listed // M + 1) * M), _TOGETHER)
+        together, first_row = beyond - listed, listed % M
         for b in range(0 if work.shared else listed // M, work.S if work.shared else listed // M + 1):
             for group in range(groups):
                 head, heads, base = LANES * group, min(LANES, H - LANES * group), (b * groups + group) * work.num_keys
-                place = b, head, row
-                gather(q, place_of(q, place), heads, D, q_t, 0)
-                rescale(q_t, size, splat(work.scale))
-                gather(d_out, place_of(d_out, place), heads, D, d_out_t, 0)
-                row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
-                pivot, less = (
-                    finite(own_numbers(lse, b, group, row, heads, lane)),
-                    own_numbers(delta, b, group, row, heads, lane),
-                )
-                fill(dq_t, size, zero)
+                for i in range(together):
+                    place = b, head, first_row + i
+                    gather(q, place_of(q, place), heads, D, q_t, i * size)
+                    rescale(q_t, i * size, size, splat(work.scale))
+                    gather(d_out, place_of(d_out, place), heads, D, d_out_t, i * size)
+                    store(pivots, LANES * i, finite(own_numbers(lse, b, group, first_row + i, heads, lane)))
+                    store(deltas, LANES * i, own_numbers(delta, b, group, first_row + i, heads, lane))
+                fill(dq_t, size * together, zero)
                 for segment in range(len(work.segments)):
                     key, column, length = work.segments[segment]
-                    start = first_from(columns, lists.row_starts[listed], lists.row_starts[listed + 1], column)
-                    end = first_from(columns, start, lists.row_starts[listed + 1], column + length)
+                    start = first_from(columns, starts[listed], starts[listed + 1], column)
+                    end = first_from(columns, start, starts[listed + 1], column + length)
                     for chunk in range(start, end, _CHUNK):
                         n = min(_CHUNK, end - chunk)
                         for j in range(n):
-                            pair, at_column = chunk + j, np.intp(columns[chunk + j])
-                            places[j] = (base + at_column - column + key) * size
-                            x = dot(q_t, k_t, places[j], width)
-                            x = x + bias_of(pair, bias, group, heads, H, lane)
-                            if len(padding) and padding[b, at_column]:
-                                x = splat(minus_inf)
-                            dp = dot(d_out_t, v_t, places[j], width)
-                            if len(dropout_keys):
-                                hashed = pair_hash(row_key, splat(np.uint32(column_ids[at_column])))
-                                dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
-                            ds = exp(x - pivot) * (dp - less)
-                            store(s, LANES * j, ds)
-                            if len(d_table):
-                                if bias.form == BUCKET:
-                                    at = LANES * (group * bias.width + np.intp(bias.buckets[pair]))
-                                    store(of_rows, at, load(of_rows, at) + ds)
-                                else:
-                                    for c in range(bias.width):
-                                        at = LANES * (group * bias.width + c)
-                                        channel = splat(bias.numbers[pair * bias.width + c])
-                                        store(of_rows, at, multiply_add(ds, channel, load(of_rows, at)))
-                            elif len(d_pairs):
-                                store(lane, 0, ds)
-                                for i in range(heads):
-                                    d_pairs[pair * H + head + i] += lane[i]
-                        add_combined(s, k_t, places, n, width, dq_t)
-                rescale(dq_t, size, splat(work.scale))
-                put(dq_t, heads, D, dq, place, added, own)
-        if len(d_table) and ((listed + 1) % _ROWS_IN_A_SUM == 0 or listed + 1 == last):
+                            places[j] = (base + np.intp(columns[chunk + j]) - column + key) * size
+                        for i in range(together):
+                            row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
+                            pivot, less = load(pivots, LANES * i), load(deltas, LANES * i)
+                            dots(q_t, i * size, k_t, places, n, width, s)
+                            dots(d_out_t, i * size, v_t, places, n, width, dp_t)
+                            for j in range(n):
+                                pair, at_column = chunk + j + starts[listed + i] - starts[listed], columns[chunk + j]
+                                x = load(s, LANES * j) + bias_of(pair, bias, group, heads, H, lane)
+                                if len(padding) and padding[b, at_column]:
+                                    x = splat(minus_inf)
+                                dp = load(dp_t, LANES * j)
+                                if len(dropout_keys):
+                                    hashed = pair_hash(row_key, splat(np.uint32(column_ids[at_column])))
+                                    dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
+                                ds = exp(x - pivot) * (dp - less)
+                                store(s, LANES * j, ds)
+                                if len(d_table):
+                                    add_to_table(of_rows, pair, bias, group, ds)
+                                elif len(d_pairs):
+                                    store(lane, 0, ds)
+                                    for other in range(heads):
+                                        d_pairs[pair * H + head + other] += lane[other]
+                            add_combined(s, k_t, places, n, width, dq_t, i * size)
+                for i in range(together):
+                    rescale(dq_t, i * size, size, splat(work.scale))
+                    put(dq_t, i * size, heads, D, dq, (b, head, first_row + i), added, own)
+        if len(d_table) and (beyond // _ROWS_IN_A_SUM > listed // _ROWS_IN_A_SUM or beyond == last):
             for i in range(len(d_table)):
                 d_table[i] += of_rows[i]
                 of_rows[i] = zero
+        listed = beyond
 
 
 @jit(nogil=True)
@@ -200,45 +207,54 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
     work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
     (k, v, dk, dv), (q_t, d_out_t, lse, delta) = borrowed(planes), borrowed(rows)
     M, H, D, num = work.M, work.H, work.D, q_t.dtype.type
-    width, groups = padded(D), -(-H // LANES)
-    size, zero = LANES * width, num(0)
+    width, groups, starts = padded(D), -(-H // LANES), lists.key_starts
+    size, zero, num_columns = LANES * width, num(0), (len(starts) - 1) // (1 if work.shared else work.S)
     k_t, v_t, dk_t, dv_t, own, p_t, ds_t, lane, places = borrowed(scratch)
-    num_columns = (len(lists.key_starts) - 1) // (1 if work.shared else work.S)
     for segment in range(len(work.segments)):
         first_key, first_column, length = work.segments[segment]
-        for key in range(max(first, first_key), min(last, first_key + length)):
-            column = key - first_key + first_column
-            for b in range(work.S):
-                listed = column if work.shared else b * num_columns + column
+        for b in range(work.S):
+            to_list = first_column - first_key + (0 if work.shared else b * num_columns)
+            key, last_key = max(first, first_key), min(last, first_key + length)
+            while key < last_key:
+                listed = key + to_list
+                beyond = end_of_equals(starts, lists.key_rows, listed, last_key + to_list, _TOGETHER) - to_list
+                together, column = beyond - key, key - first_key + first_column
                 for group in range(groups):
                     head, heads, base = LANES * group, min(LANES, H - LANES * group), (b * groups + group) * M
-                    place, hidden = (b, head, key), len(padding) > 0 and padding[b, column]
-                    gather(k, place_of(k, place), heads, D, k_t, 0)
-                    gather(v, place_of(v, place), heads, D, v_t, 0)
-                    fill(dk_t, size, zero)
-                    fill(dv_t, size, zero)
-                    start, end = lists.key_starts[listed], lists.key_starts[listed + 1]
-                    for chunk in range(start, start if hidden else end, _CHUNK):
-                        n = min(_CHUNK, end - chunk)
+                    for i in range(together):
+                        gather(k, place_of(k, (b, head, key + i)), heads, D, k_t, i * size)
+                        gather(v, place_of(v, (b, head, key + i)), heads, D, v_t, i * size)
+                    fill(dk_t, size * together, zero)
+                    fill(dv_t, size * together, zero)
+                    for chunk in range(starts[listed], starts[listed + 1], _CHUNK):
+                        n = min(_CHUNK, starts[listed + 1] - chunk)
                         for j in range(n):
-                            row = np.intp(lists.key_rows[chunk + j])
-                            places[j] = (base + row) * size
-                            x = dot(k_t, q_t, places[j], width)
-                            x = x + bias_of(np.intp(lists.key_pairs[chunk + j]), bias, group, heads, H, lane)
-                            dp = dot(v_t, d_out_t, places[j], width)
-                            p = exp(x - load(lse, LANES * (base + row)))
-                            kept = p
-                            if len(dropout_keys):
-                                row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
-                                hashed = pair_hash(row_key, splat(np.uint32(column_ids[column])))
-                                kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
-                                dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
-                            store(p_t, LANES * j, kept)
-                            store(ds_t, LANES * j, p * (dp - load(delta, LANES * (base + row))))
-                        add_combined(p_t, d_out_t, places, n, width, dv_t)
-                        add_combined(ds_t, q_t, places, n, width, dk_t)
-                    put(dk_t, heads, D, dk, place, added, own)
-                    put(dv_t, heads, D, dv, place, added, own)
+                            places[j] = (base + np.intp(lists.key_rows[chunk + j])) * size
+                        for i in range(together):
+                            if len(padding) and padding[b, column + i]:
+                                continue
+                            dots(k_t, i * size, q_t, places, n, width, p_t)
+                            dots(v_t, i * size, d_out_t, places, n, width, ds_t)
+                            for j in range(n):
+                                at = chunk + j + starts[listed + i] - starts[listed]
+                                row, pair = np.intp(lists.key_rows[at]), np.intp(lists.key_pairs[at])
+                                x = load(p_t, LANES * j) + bias_of(pair, bias, group, heads, H, lane)
+                                dp = load(ds_t, LANES * j)
+                                p = exp(x - load(lse, LANES * (base + row)))
+                                kept = p
+                                if len(dropout_keys):
+                                    row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
+                                    hashed = pair_hash(row_key, splat(np.uint32(column_ids[column + i])))
+                                    kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
+                                    dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
+                                store(p_t, LANES * j, kept)
+                                store(ds_t, LANES * j, p * (dp - load(delta, LANES * (base + row))))
+                            add_combined(p_t, d_out_t, places, n, width, dv_t, i * size)
+                            add_combined(ds_t, q_t, places, n, width, dk_t, i * size)
+                    for i in range(together):
+                        put(dk_t, i * size, heads, D, dk, (b, head, key + i), added, own)
+                        put(dv_t, i * size, heads, D, dv, (b, head, key + i), added, own)
+                key = beyond
 
 
 def _lanes(x: Tensor, compute: torch.dtype, factor: float = 1.0) -> np.ndarray:
@@ -339,10 +355,10 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
-    keys = _lanes(k, compute), _lanes(v, compute)
+    keys, rows = (_lanes(k, compute), _lanes(v, compute)), _TOGETHER * up(work.D)
 
     def run(_: int, first: int, last: int) -> None:
-        scratch = _scratch(keys[0], up(work.D), up(work.D), _CHUNK, 1)
+        scratch = _scratch(keys[0], rows, rows, _TOGETHER, _TOGETHER, _CHUNK, 1)
         _forward(first, last, call, planes, keys, (state.first, state.last), scratch)
 
     in_threads(run, _costs(call[1].row_starts, work), _PAIRS_PER_THREAD)
@@ -382,7 +398,8 @@ def _run_rows(call: tuple, planes: tuple, keys: tuple, added: bool, sums: tuple[
     (work, lists, *_), (d_tables, d_pairs) = call, sums
 
     def run(chunk: int, first: int, last: int) -> None:
-        scratch = _scratch(keys[0], *[up(work.D)] * 4, _CHUNK, 1, d_tables.shape[1] // LANES)
+        sizes = *[_TOGETHER * up(work.D)] * 3, up(work.D), _TOGETHER, _TOGETHER, _CHUNK, _CHUNK, 1
+        scratch = _scratch(keys[0], *sizes, d_tables.shape[1] // LANES)
         _backward_rows(first, last, call, planes, keys, added, (d_tables[chunk], d_pairs), scratch)
 
     in_threads(run, _costs(lists.row_starts, work), _PAIRS_PER_THREAD)
@@ -392,7 +409,7 @@ def _run_keys(call: tuple, planes: tuple, queries: tuple, added: bool) -> None:
     work = call[0]
 
     def run(_: int, first: int, last: int) -> None:
-        scratch = _scratch(queries[0], *[up(work.D)] * 5, _CHUNK, _CHUNK, 1)
+        scratch = _scratch(queries[0], *[_TOGETHER * up(work.D)] * 4, up(work.D), _CHUNK, _CHUNK, 1)
         _backward_keys(first, last, call, planes, queries, added, scratch)
 
     in_threads(run, _costs_of_keys(call[1], work), _PAIRS_PER_THREAD)

@@ -149,9 +149,9 @@ def fill(x, size, value):
 
 
 @_part
-def rescale(x, size, factor):
+def rescale(x, at, size, factor):
     """By a vector."""
-    for i in range(0, size, LANES):
+    for i in range(at, at + size, LANES):
         store(x, i, load(x, i) * factor)
 
 

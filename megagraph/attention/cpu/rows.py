@@ -87,7 +87,7 @@ def _forward(first, last, sizes, planes, pairs, scratch):
                 fetch_row(v, after, key_start, key_at, nth, last, D)
                 fetch_row(q, after, query_start, query_at, nth, last, D)
                 gather(q, place_of(q, (b, head, row)), heads, D, q_t, 0)
-                rescale(q_t, LANES * width, splat(scale))
+                rescale(q_t, 0, LANES * width, splat(scale))
                 set_to_bias(s, bias, sequence, slot, slots, at, n)
                 add_dots(q_t, k_t, n, width, s)
 
@@ -135,7 +135,7 @@ def _backward(first, last, sizes, planes, d_learned, pairs, scratch):
                 fetch_row(q, after, query_start, query_at, nth, last, D)
                 fetch_row(d_out, after, query_start, query_at, nth, last, D)
                 gather(q, place_of(q, (b, head, row)), heads, D, q_t, 0)
-                rescale(q_t, LANES * width, splat(scale))
+                rescale(q_t, 0, LANES * width, splat(scale))
                 gather(d_out, place_of(d_out, (b, head, row)), heads, D, d_out_t, 0)
                 set_to_bias(s, bias, sequence, slot, slots, at, n)
                 add_dots(q_t, k_t, n, width, s)

@@ -5,7 +5,8 @@
     splat               one number in all lanes
     + - * /, >> ^ *     lane by lane, of floats or doubles; of words (uint32, which wrap)
     transposed          eight rows of eight numbers become eight columns
-    product             the small matrix product that large ones are made of
+    load_wide, twice,   sixteen neighbours; eight numbers two times side by side; and back: the sum of both halves.
+    folded              A register of AVX-512, or two of AVX2
 
 Indices count elements from the start of an array and are not checked.
 """
@@ -41,6 +42,12 @@ doubles = _Vector("doubles", types.float64, ir.VectorType(ir.DoubleType(), LANES
 words = _Vector("words", types.uint32, _WORDS)
 _REAL = (floats, doubles)
 _OF = {kind.element: kind for kind in (*_REAL, words)}
+_WIDE_OF = {
+    kind.element: _Vector(f"wide_{kind.name}", kind.element, ir.VectorType(kind.vector.element, 2 * LANES))
+    for kind in _REAL
+}
+_WIDE = tuple(_WIDE_OF.values())
+VECTORS = {kind.element: kind.vector for kind in _REAL}
 
 
 @register_model(_Vector)
@@ -49,21 +56,22 @@ class _Model(models.PrimitiveModel):
         super().__init__(manager, kind, kind.vector)
 
 
-def _constant(vector: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(vector, [value] * LANES)
+def constant(vector: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(vector, [value] * vector.count)
 
 
-def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
+def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
     """An LLVM intrinsic on floats or doubles."""
     vector = args[0].type
     suffix = "f32" if isinstance(vector.element, ir.FloatType) else "f64"
     kind = ir.FunctionType(vector, [vector] * len(args))
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}{suffix}"), args)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{vector.count}{suffix}")
+    return builder.call(function, args)
 
 
-def _pointer(context, builder: ir.IRBuilder, array_type, array, index) -> ir.Value:
+def _pointer(context, builder: ir.IRBuilder, array_type, array, index, kinds=_OF) -> ir.Value:
     data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), _OF[array_type.dtype].vector.as_pointer())
+    return builder.bitcast(builder.gep(data, [index]), kinds[array_type.dtype].vector.as_pointer())
 
 
 @intrinsic
@@ -90,24 +98,51 @@ def borrowed(typing, x):
     return x(x), codegen
 
 
-@intrinsic
-def load(typing, array, index):
-    """Eight neighbours from ``array[index]`` on."""
-
+def _loading(kinds: dict[types.Type, _Vector]) -> Any:
     def codegen(context, builder, signature, args):
-        return builder.load(_pointer(context, builder, signature.args[0], *args), align=4)
+        return builder.load(_pointer(context, builder, signature.args[0], args[0], args[1], kinds), align=4)
 
-    return _OF[array.dtype](array, types.intp), codegen
+    return intrinsic(lambda typing, array, index: (kinds[array.dtype](array, types.intp), codegen))
+
+
+load, load_wide = _loading(_OF), _loading(_WIDE_OF)
 
 
 @intrinsic
 def store(typing, array, index, x):
-    """Eight neighbours from ``array[index]`` on become x."""
+    """Neighbours from ``array[index]`` on become x, as many as it has."""
 
     def codegen(context, builder, signature, args):
-        builder.store(args[2], _pointer(context, builder, signature.args[0], *args[:2]), align=4)
+        kinds = _WIDE_OF if signature.args[2] in _WIDE else _OF
+        builder.store(args[2], _pointer(context, builder, signature.args[0], args[0], args[1], kinds), align=4)
 
-    return types.void(array, types.intp, _OF[array.dtype]), codegen
+    return types.void(array, types.intp, x), codegen
+
+
+def _lanes(*numbers: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(numbers)), numbers)
+
+
+@intrinsic
+def twice(typing, x):
+    """A vector and the same again."""
+
+    def codegen(context, builder, signature, args):
+        return builder.shuffle_vector(args[0], args[0], _lanes(*range(LANES), *range(LANES)))
+
+    return (_WIDE_OF[x.element](x), codegen) if x in _REAL else None
+
+
+@intrinsic
+def folded(typing, x):
+    """The sum of the halves of a wide vector."""
+
+    def codegen(context, builder, signature, args):
+        (x,) = args
+        low, high = (builder.shuffle_vector(x, x, _lanes(*range(at, at + LANES))) for at in (0, LANES))
+        return builder.fadd(low, high)
+
+    return (_OF[x.element](x), codegen) if x in _WIDE else None
 
 
 @intrinsic
@@ -134,15 +169,15 @@ def splat(typing, value):
     kind = _OF[value]
 
     def codegen(context, builder, signature, args):
-        return _splat(builder, kind.vector, args[0])
+        return splatted(builder, kind.vector, args[0])
 
     return kind(value), codegen
 
 
-def _splat(builder: ir.IRBuilder, vector: ir.VectorType, value: ir.Value) -> ir.Value:
+def splatted(builder: ir.IRBuilder, vector: ir.VectorType, value: ir.Value) -> ir.Value:
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, undefined, _constant(_WORDS, 0))
+    return builder.shuffle_vector(first, undefined, constant(_WORDS, 0))
 
 
 def _lanewise(kinds: tuple[_Vector, ...], num_args: int, emit: Callable[..., ir.Value]) -> Any:
@@ -166,14 +201,14 @@ def _emit_maximum(builder, x, y):
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-multiply_add = _lanewise(_REAL, 3, lambda builder, *args: _call(builder, "fmuladd", *args))
+multiply_add = _lanewise((*_REAL, *_WIDE), 3, lambda builder, *args: call(builder, "fmuladd", *args))
 maximum = _lanewise(_REAL, 2, _emit_maximum)
-_round = _lanewise(_REAL, 1, lambda builder, x: _call(builder, "rint", x))
+_round = _lanewise(_REAL, 1, lambda builder, x: call(builder, "rint", x))
 
 
 def _emit_replaced(bad: float, good: float) -> Callable[..., ir.Value]:
     def emit(builder, x):
-        return builder.select(builder.fcmp_ordered("==", x, _constant(x.type, bad)), _constant(x.type, good), x)
+        return builder.select(builder.fcmp_ordered("==", x, constant(x.type, bad)), constant(x.type, good), x)
 
     return emit
 
@@ -207,8 +242,8 @@ _at_least = _lanewise(_REAL, 2, _emit_at_least)  # nan stays
 def _emit_power(builder, n):
     bits, mantissa, bias = (32, 23, 127) if isinstance(n.type.element, ir.FloatType) else (64, 52, 1023)
     integers = ir.VectorType(ir.IntType(bits), LANES)
-    exponent = builder.add(builder.fptosi(n, integers), _constant(integers, bias))
-    return builder.bitcast(builder.shl(exponent, _constant(integers, mantissa)), n.type)
+    exponent = builder.add(builder.fptosi(n, integers), constant(integers, bias))
+    return builder.bitcast(builder.shl(exponent, constant(integers, mantissa)), n.type)
 
 
 _power = _lanewise(_REAL, 1, _emit_power)  # 2 ** n of whole n down to the smallest normal number, then 0
@@ -217,7 +252,7 @@ _power = _lanewise(_REAL, 1, _emit_power)  # 2 ** n of whole n down to the small
 def _overload_operator(symbol: Callable, of_reals: Any, of_words: Any) -> None:
     @overload(symbol)
     def overloaded(a, b):
-        if a == b and a in _REAL and of_reals is not None:
+        if a == b and a in (*_REAL, *_WIDE) and of_reals is not None:
             return lambda a, b: of_reals(a, b)
         if a == b == words and of_words is not None:
             return lambda a, b: of_words(a, b)
@@ -234,7 +269,7 @@ for _symbol, _of_reals, _of_words in (
 ):
     _overload_operator(
         _symbol,
-        _of_reals and _lanewise(_REAL, 2, _of_reals),
+        _of_reals and _lanewise((*_REAL, *_WIDE), 2, _of_reals),
         _of_words and _lanewise((words,), 2, _of_words),
     )
 
@@ -244,7 +279,7 @@ def counting(typing, first):
     """The words first, first + 1, ..."""
 
     def codegen(context, builder, signature, args):
-        return builder.add(_splat(builder, _WORDS, args[0]), ir.Constant(_WORDS, list(range(LANES))))
+        return builder.add(splatted(builder, _WORDS, args[0]), ir.Constant(_WORDS, list(range(LANES))))
 
     return words(types.uint32), codegen
 
@@ -297,7 +332,7 @@ def keep_from(typing, x, value, threshold):
 
     def codegen(context, builder, signature, args):
         x, value, threshold = args
-        return builder.select(builder.icmp_unsigned(">=", value, threshold), x, _constant(x.type, 0.0))
+        return builder.select(builder.icmp_unsigned(">=", value, threshold), x, constant(x.type, 0.0))
 
     return (x(x, words, words), codegen) if x in _REAL else None
 
@@ -384,61 +419,3 @@ def transposed(typing, x, at, step, out, out_at, out_step):
             out_at = builder.add(out_at, out_step)
 
     return types.void(x, types.intp, types.intp, out, types.intp, types.intp), codegen
-
-
-def _emit_product(context, builder, signature, args, rows: int, vectors: int) -> None:
-    """c [rows, 8 * vectors] = a b, or c += a b; the sums stay in registers."""
-    _, a_at, a_row, a_k, length, _, b_at, b_k, _, c_at, c_row, add = args
-    element = _OF[signature.args[0].dtype].vector
-    a, b, c = (context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 5, 8))
-
-    def number(value: int) -> ir.Constant:
-        return ir.Constant(a_at.type, value)
-
-    def place(row: int, vector: int) -> ir.Value:
-        at = builder.add(builder.add(c_at, builder.mul(c_row, number(row))), number(LANES * vector))
-        return builder.bitcast(builder.gep(c, [at]), element.as_pointer())
-
-    zero = _constant(element, 0.0)
-    sums = {(row, i): cgutils.alloca_once(builder, element) for row in range(rows) for i in range(vectors)}
-    for sum_ in sums.values():
-        builder.store(zero, sum_)
-    with cgutils.for_range(builder, length) as loop:
-        b_first = builder.add(b_at, builder.mul(loop.index, b_k))
-        b_vectors = []
-        for i in range(vectors):
-            at = builder.gep(b, [builder.add(b_first, number(LANES * i))])
-            b_vectors.append(builder.load(builder.bitcast(at, element.as_pointer()), align=4))
-        a_first = builder.add(a_at, builder.mul(loop.index, a_k))
-        for row in range(rows):
-            x = builder.load(builder.gep(a, [builder.add(a_first, builder.mul(a_row, number(row)))]))
-            x = _splat(builder, element, x)
-            for i in range(vectors):
-                sum_ = sums[row, i]
-                builder.store(_call(builder, "fmuladd", x, b_vectors[i], builder.load(sum_)), sum_)
-    with builder.if_else(add) as (added, fresh):
-        with added:  # last: one rounding where c is large, not one for each term
-            for at, sum_ in sums.items():
-                total = builder.fadd(builder.load(place(*at), align=4), builder.load(sum_))
-                builder.store(total, place(*at), align=4)
-        with fresh:
-            for at, sum_ in sums.items():
-                builder.store(builder.load(sum_), place(*at), align=4)
-
-
-def _product(vectors: int) -> Any:
-    @intrinsic
-    def product(typing, a, a_at, a_row, a_k, length, b, b_at, b_k, c, c_at, c_row, add):
-        def codegen(context, builder, signature, args):
-            _emit_product(context, builder, signature, args, PRODUCT_ROWS, vectors)
-
-        at = types.intp
-        return types.void(a, at, at, at, at, b, at, at, c, at, at, types.boolean), codegen
-
-    return product
-
-
-PRODUCT_ROWS = 6  # with two vectors 12 sums, which hides the latency of the additions and fits into 16 registers
-# c [6, 8] or [6, 16] = a [6, length] b [length, 8 or 16], added to c if ``add``. Numbers of a stand a_row and a_k
-# apart, rows of b b_k and rows of c c_row.
-product_8, product_16 = _product(1), _product(2)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megagraph.attention.cpu.dropout import pair_hash
+from megagraph.attention.cpu.product import PRODUCT_ROWS, product_8, product_16
 from megagraph.attention.cpu.simd import (
     LANES,
-    PRODUCT_ROWS,
     add_up,
     counting,
     exp,
@@ -24,8 +24,6 @@ from megagraph.attention.cpu.simd import (
     look_up,
     maximum,
     multiply_add,
-    product_8,
-    product_16,
     splat,
     store,
     sum_of,

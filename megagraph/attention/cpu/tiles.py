@@ -6,7 +6,7 @@ pair, never expanded, and the backward recomputes the scores from lse.
 
 A tile has some queries and keys of one head. Its scores stay in the cache from the product that makes them to those
 that take them, and each thread works on tiles of its own from start to end, so that only rows of q, k, v and the bias
-come from memory. The seven products of a tile are made of ``simd.product_16``; they are most of the time.
+come from memory. The seven products of a tile are made of ``product_16``; they are most of the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagraph.attention.cpu.simd import LANES, PRODUCT_ROWS
+from megagraph.attention.cpu.product import PRODUCT_ROWS
+from megagraph.attention.cpu.simd import LANES
 from megagraph.attention.cpu.tile import (
     MOST_KEYS,
     MOST_ROWS,
