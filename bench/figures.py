@@ -29,6 +29,8 @@ from bench.paper.figures import (
     heavy_first,
     layouts,
     layouts_claimed,
+    longest,
+    longest_claimed,
     of_depth,
     shared_sequence,
     ways,
@@ -263,6 +265,7 @@ def plans(at: At) -> Iterator[str]:
     yield f"four processes {found['plans']:.0f} plans are ranked right ({found['Spearman of seconds']:.2f}) and their "
     yield f"bytes are within {100 * found['largest error of bytes']:.1f} %"
     yield from shared_sequence(at)
+    yield from longest(at)
     yield from ablation(at)
     times = [row["median"] for row in at("cpu/search-times.json")]
     yield "takes {:.1f} s for 96 layers on 1,024 processes, {:.1f} s for 512 layers, {:.0f} s for 96".format(*times)
@@ -280,6 +283,7 @@ def claims(at: At) -> Iterator[str]:
     yield "predict Graphormer's seconds to {:.1f} % and its bytes to {:.2f} %".format(*of_another_kind(at))
     first = max(row["peak_uss_bytes"] for row in at("cpu/products_size/first-step.json"))
     yield f"256 super nodes, in {first / GB:.1f} GB"
+    yield from longest_claimed(at)
     for nodes, text in (
         (145, "{:.1f} instead of {:.1f} GB, {:.0f} % less, in {:.1f} times less time"),
         (33, "of 33 nodes {2:.0f} % less, in {3:.1f} times less time"),

@@ -97,6 +97,22 @@ def shared_sequence(at: At) -> Iterator[str]:
     assert max(off["peak"])[1] == "allgather", "the page says so"
 
 
+def longest(at: At) -> Iterator[str]:
+    """Of each contender the longest sequence below the cap and its MiB, and those of the next length."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in at("cpu/plan_memory/longest.json"):
+        found.setdefault(row["what"], []).append((row["nodes"], max(row["rank_bytes"]) / MIB))
+    for name, points in found.items():
+        below, beyond = [p for p in points if p[1] <= 512], [p for p in points if p[1] > 512]
+        rest = f"{beyond[0][0]:,}: {beyond[0][1]:,.0f}" if beyond else "-"
+        yield f"| {name} | {below[-1][0]:,} | {below[-1][1]:,.0f} | {rest} |"
+
+
+def longest_claimed(at: At) -> Iterator[str]:
+    nodes = [int(line.split("|")[2].replace(",", "")) for line in longest(at)]
+    yield "at most {:,} nodes of eager ANS-GT, {:,} of ours, and {:,} over four ranks".format(*nodes[:2], nodes[-1])
+
+
 def ablation(at: At) -> Iterator[str]:
     """GB of the fullest rank for the whole batch, counted and predicted."""
     rows = at("cpu/plan_memory/ablation.json")
