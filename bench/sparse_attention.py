@@ -1,6 +1,7 @@
 """Attention along the edges of real graphs on a CPU, beside message passing, in one run.
 
     python -m bench.sparse_attention --root DATA [--only computers pubmed]
+    python -m bench.sparse_attention --blocks       # an existing pair beside one of the dense path
 
 Every contender gets q, k, v, the pairs (both directions of every edge, and each node with itself), a bucket for each
 pair and a table, and returns out and the gradients of q, k, v and the table; there are no projections.
@@ -11,6 +12,10 @@ message passing in fp64 first; then the contenders take turns. Seconds are those
 
 Peaks are of a process for each contender: the most that forward and backward add to what was there before, less the
 result and the gradients.
+
+Blocks: of 8,192 nodes every 64 attend to a random quarter, 16th and 64th of all blocks of 64; the dense path gets the
+same pairs, all others masked, and the results are compared. Asked: CPU seconds an existing pair at most MOST_OF_DENSE
+times those of a pair of the dense path.
 
 Fixed: fp32, seed 0, d = 128, 8 heads, 32 buckets drawn at random, nodes in the order of METIS clusters of 64, 2
 warm-up rounds, 7 rounds.
@@ -36,12 +41,14 @@ from torch_geometric.utils import softmax
 import megagraph as mg
 from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, write_rows
+from megagraph.attention.fields import MASKED_BUCKET
 from megagraph.data.coarsen import partition
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph
 
 SEED, HEADS, DIM, BUCKETS, CLUSTER, WARMUP_ROUNDS, ROUNDS = 0, 8, 128, 32, 64, 2, 7
 HEAD_DIM = DIM // HEADS
+NODES, BLOCK, PARTS, MOST_OF_DENSE = 8192, 64, (4, 16, 64), 2.0
 SETS = {
     "wordnet30": "wordnet30/raw/wordnet30.npz",
     "debian12": "debian12/raw/debian12.npz",
@@ -198,9 +205,60 @@ def measure(name: str, root: Path) -> dict[str, Any]:
     return row
 
 
-def main(root: Path, only: tuple[str, ...] = tuple(SETS)) -> None:
-    """Print the rows and write them to bench/results/cpu/sparse_attention.json."""
+def dense(index: Tensor) -> Attend:
+    """Ours, with a bucket for every pair."""
+    bias = mg.BucketBias(index[None], torch.zeros(HEADS, BUCKETS))
+
+    def attend(inputs: Inputs) -> Tensor:
+        q, k, v = (x.view(1, -1, HEADS, HEAD_DIM).transpose(1, 2) for x in inputs[:3])
+        out = mg.biased_attention(q, k, v, replace(bias, table=inputs[3]))
+        return out.transpose(1, 2).reshape(-1, DIM)
+
+    return attend
+
+
+def measure_blocks(part: int) -> dict[str, Any]:
+    """Listed pairs and the dense path, where one block in ``part`` attends."""
+    torch.manual_seed(SEED)
+    *qkv, d_out = (torch.randn(NODES, DIM) for _ in range(4))
+    inputs = (*qkv, torch.randn(HEADS, BUCKETS))
+    index = torch.full((NODES, NODES), MASKED_BUCKET, dtype=torch.uint8)
+    for block in range(NODES // BLOCK):
+        rows = slice(block * BLOCK, (block + 1) * BLOCK)
+        columns = torch.randperm(NODES // BLOCK)[: NODES // BLOCK // part, None] * BLOCK + torch.arange(BLOCK)
+        index[rows, columns.flatten()] = torch.randint(BUCKETS, (BLOCK, columns.numel()), dtype=torch.uint8)
+    edges = (index != MASKED_BUCKET).nonzero().t()
+    both = {"listed": ours(edges, index[tuple(edges)], NODES), "dense": dense(index)}
+    error = relative_error(*(run(attend, inputs, d_out) for attend in both.values()))
+    assert error < 1e-4, f"the two do not compute the same: {error:.1e}"
+    seconds: dict[str, list[float]] = {key: [] for key in both}
+    for round_ in range(WARMUP_ROUNDS + ROUNDS):
+        for key in both if round_ % 2 else reversed(both):
+            started = time.process_time()
+            run(both[key], inputs, d_out)
+            if round_ >= WARMUP_ROUNDS:
+                seconds[key].append(time.process_time() - started)
+    pairs = {"listed": edges.shape[1], "dense": NODES**2}
+    row: dict[str, Any] = {"nodes": NODES, "part": part, "pairs": pairs["listed"], "unit": "CPU seconds"}
+    row |= {"dim": DIM, "heads": HEADS, "dtype": "fp32", "relative_error": error, "seconds": seconds}
+    ratios = np.divide(seconds["listed"], seconds["dense"]) * pairs["dense"] / pairs["listed"]
+    return row | {"of_dense": {"median": float(np.median(ratios)), "range": [ratios.min(), ratios.max()]}}
+
+
+def main(root: Path | None = None, only: tuple[str, ...] = tuple(SETS), blocks: bool = False) -> None:
+    """Print the rows and write them to bench/results/cpu/sparse_attention.json, of blocks to sparse_blocks.json."""
     rows = []
+    if blocks:
+        for part in PARTS:
+            rows.append(measure_blocks(part))
+            of = rows[-1]["of_dense"]
+            said = "holds" if of["median"] <= MOST_OF_DENSE else "FAILS"
+            print(f"1 / {part}: a pair takes {of['median']:.2f} times one of the dense path", end="")
+            print(f" ({of['range'][0]:.2f} to {of['range'][1]:.2f}), at most {MOST_OF_DENSE}: {said}", flush=True)
+        print(write_rows("sparse_blocks", rows, children=PACKAGE))
+        return
+    if root is None:
+        raise SystemExit("expected --root, the folder of the raw data sets, or --blocks")
     for name in only:
         row = measure(name, root)
         rows.append(row)
