@@ -379,7 +379,7 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
         _run_rows(
             call, rows, (_lanes(k, compute), _lanes(v, compute)), gradients.accumulate, (d_tables, d_pairs.numpy())
         )
-    if not gradients.accumulate:
+    if not gradients.accumulate and work.segments[:, 2].sum() < work.num_keys:
         for x in (gradients.dk, gradients.dv):  # keys of no segment
             x.zero_()
     with _written(gradients.dk, compute) as dk, _written(gradients.dv, compute) as dv:
