@@ -15,6 +15,7 @@ from megagraph.attention.cpu.simd import (
     LANES,
     borrowed,
     folded,
+    item,
     load,
     load_wide,
     multiply_add,
@@ -136,15 +137,15 @@ def add_combined(weights, x, places, n, width, out, to):
 def bias_of(pair, bias, group, heads, H, lane):
     """Of eight heads; ``lane`` is scratch."""
     if bias.form == BUCKET:
-        return load(bias.learned, LANES * (group * bias.width + np.intp(bias.buckets[pair])))
+        return load(bias.learned, LANES * (group * bias.width + np.intp(item(bias.buckets, pair))))
     if bias.form == PROJECTED:
         sum_ = splat(bias.learned.dtype.type(0))
         for c in range(bias.width):
             weight = load(bias.learned, LANES * (group * bias.width + c))
-            sum_ = multiply_add(weight, splat(bias.numbers[pair * bias.width + c]), sum_)
+            sum_ = multiply_add(weight, splat(item(bias.numbers, pair * bias.width + c)), sum_)
         return sum_
     for head in range(heads):
-        lane[head] = bias.numbers[pair * H + LANES * group + head]
+        lane[head] = item(bias.numbers, pair * H + LANES * group + head)
     return load(lane, 0)
 
 
@@ -152,12 +153,12 @@ def bias_of(pair, bias, group, heads, H, lane):
 def add_to_table(sums, pair, bias, group, ds):
     """A pair's share of the gradient of a table or weight, of eight heads."""
     if bias.form == BUCKET:
-        at = LANES * (group * bias.width + np.intp(bias.buckets[pair]))
+        at = LANES * (group * bias.width + np.intp(item(bias.buckets, pair)))
         store(sums, at, load(sums, at) + ds)
     else:
         for c in range(bias.width):
             at = LANES * (group * bias.width + c)
-            store(sums, at, multiply_add(ds, splat(bias.numbers[pair * bias.width + c]), load(sums, at)))
+            store(sums, at, multiply_add(ds, splat(item(bias.numbers, pair * bias.width + c)), load(sums, at)))
 
 
 @_part

@@ -39,6 +39,7 @@ from megagraph.attention.cpu.simd import (
     borrowed,
     exp,
     finite,
+    item,
     keep_from,
     load,
     maximum,
@@ -94,7 +95,7 @@ def _forward(first, last, call, planes, keys, firsts, scratch):
                     for chunk in range(start, end, _CHUNK):
                         n = min(_CHUNK, end - chunk)
                         for j in range(n):
-                            places[j] = (base + np.intp(columns[chunk + j]) - column + key) * size
+                            places[j] = (base + np.intp(item(columns, chunk + j)) - column + key) * size
                         for i in range(together):
                             row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
                             pair, m = chunk + starts[listed + i] - starts[listed], load(maxima, LANES * i)
@@ -102,7 +103,7 @@ def _forward(first, last, call, planes, keys, firsts, scratch):
                             dots(q_t, i * size, k_t, places, n, width, s)
                             for j in range(n):
                                 x = load(s, LANES * j) + bias_of(pair + j, bias, group, heads, H, lane)
-                                if len(padding) and padding[b, columns[chunk + j]]:
+                                if len(padding) and padding[b, item(columns, chunk + j)]:
                                     x = splat(minus_inf)
                                 m = maximum(m, x)
                                 store(s, LANES * j, x)
@@ -112,7 +113,9 @@ def _forward(first, last, call, planes, keys, firsts, scratch):
                                 p = exp(load(s, LANES * j) - pivot)
                                 part = part + p
                                 if len(dropout_keys):
-                                    hashed = pair_hash(row_key, splat(np.uint32(column_ids[columns[chunk + j]])))
+                                    hashed = pair_hash(
+                                        row_key, splat(np.uint32(item(column_ids, item(columns, chunk + j))))
+                                    )
                                     p = keep_from(p, hashed, splat(work.threshold))
                                 store(s, LANES * j, p)
                             store(maxima, LANES * i, m)
@@ -167,20 +170,23 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned, scratch):
                     for chunk in range(start, end, _CHUNK):
                         n = min(_CHUNK, end - chunk)
                         for j in range(n):
-                            places[j] = (base + np.intp(columns[chunk + j]) - column + key) * size
+                            places[j] = (base + np.intp(item(columns, chunk + j)) - column + key) * size
                         for i in range(together):
                             row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
                             pivot, less = load(pivots, LANES * i), load(deltas, LANES * i)
                             dots(q_t, i * size, k_t, places, n, width, s)
                             dots(d_out_t, i * size, v_t, places, n, width, dp_t)
                             for j in range(n):
-                                pair, at_column = chunk + j + starts[listed + i] - starts[listed], columns[chunk + j]
+                                pair, at_column = (
+                                    chunk + j + starts[listed + i] - starts[listed],
+                                    item(columns, chunk + j),
+                                )
                                 x = load(s, LANES * j) + bias_of(pair, bias, group, heads, H, lane)
                                 if len(padding) and padding[b, at_column]:
                                     x = splat(minus_inf)
                                 dp = load(dp_t, LANES * j)
                                 if len(dropout_keys):
-                                    hashed = pair_hash(row_key, splat(np.uint32(column_ids[at_column])))
+                                    hashed = pair_hash(row_key, splat(np.uint32(item(column_ids, at_column))))
                                     dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                                 ds = exp(x - pivot) * (dp - less)
                                 store(s, LANES * j, ds)
@@ -229,7 +235,7 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
                     for chunk in range(starts[listed], starts[listed + 1], _CHUNK):
                         n = min(_CHUNK, starts[listed + 1] - chunk)
                         for j in range(n):
-                            places[j] = (base + np.intp(lists.key_rows[chunk + j])) * size
+                            places[j] = (base + np.intp(item(lists.key_rows, chunk + j))) * size
                         for i in range(together):
                             if len(padding) and padding[b, column + i]:
                                 continue
@@ -237,13 +243,13 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
                             dots(v_t, i * size, d_out_t, places, n, width, ds_t)
                             for j in range(n):
                                 at = chunk + j + starts[listed + i] - starts[listed]
-                                row, pair = np.intp(lists.key_rows[at]), np.intp(lists.key_pairs[at])
+                                row, pair = np.intp(item(lists.key_rows, at)), np.intp(item(lists.key_pairs, at))
                                 x = load(p_t, LANES * j) + bias_of(pair, bias, group, heads, H, lane)
                                 dp = load(ds_t, LANES * j)
                                 p = exp(x - load(lse, LANES * (base + row)))
                                 kept = p
                                 if len(dropout_keys):
-                                    row_key = row_key_of(dropout_keys, b * groups + group, row_ids[row])
+                                    row_key = row_key_of(dropout_keys, b * groups + group, item(row_ids, row))
                                     hashed = pair_hash(row_key, splat(np.uint32(column_ids[column + i])))
                                     kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
                                     dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)

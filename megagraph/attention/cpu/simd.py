@@ -1,6 +1,7 @@
 """Eight numbers at a time in Numba: vectors of floats and of words for loops that LLVM would not vectorise by itself.
 
     load, store         eight neighbours of an array of float32, float64 or uint32
+    item                one number of an array
     fetch               what a load will want later, into the cache
     splat               one number in all lanes
     + - * /, >> ^ *     lane by lane, of floats or doubles; of words (uint32, which wrap)
@@ -117,6 +118,17 @@ def store(typing, array, index, x):
         builder.store(args[2], _pointer(context, builder, signature.args[0], args[0], args[1], kinds), align=4)
 
     return types.void(array, types.intp, x), codegen
+
+
+@intrinsic
+def item(typing, array, index):
+    """``array[index]`` for an index that is not negative, which Numba would look for."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.load(builder.gep(data, [args[1]]))
+
+    return array.dtype(array, types.intp), codegen
 
 
 def _lanes(*numbers: int) -> ir.Constant:
