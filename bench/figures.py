@@ -102,6 +102,8 @@ def speed(at: At) -> Iterator[str]:
     yield f"takes {low:.1f} to {high:.0f} times less processor time"
     low, *_, high = sorted(row["peak_ratio"] for row in rows)
     yield f"{low:.2f} to {high:.2f} of the memory"
+    parts = [row["of_dense"]["median"] for row in at("cpu/sparse_blocks.json")]
+    yield "takes {:.1f}, {:.1f} and {:.1f} times a pair of the dense path".format(*parts)
     forward, backward = (by(at("cpu/ring_overlap.json"), direction=name) for name in ("forward", "backward"))
     text = "{:.2f} of the time of waiting for each message (medians; {:.2f} to {:.2f} over 11 rounds, ideal {:.2f})"
     yield text.format(forward["ratio"]["of_medians"], *forward["ratio"]["range"], forward["ideal_ratio"])
