@@ -97,19 +97,29 @@ def shared_sequence(at: At) -> Iterator[str]:
     assert max(off["peak"])[1] == "allgather", "the page says so"
 
 
-def longest(at: At) -> Iterator[str]:
-    """Of each contender the longest sequence below the cap and its MiB, and those of the next length."""
+CAP_MIB = 512  # of plan_memory's longest sequences
+
+
+def below_and_beyond(at: At) -> dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]]:
+    """Of each contender the lengths of sequences, with their MiB, up to the cap and beyond it."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in at("cpu/plan_memory/longest.json"):
         found.setdefault(row["what"], []).append((row["nodes"], max(row["rank_bytes"]) / MIB))
-    for name, points in found.items():
-        below, beyond = [p for p in points if p[1] <= 512], [p for p in points if p[1] > 512]
+    return {
+        name: ([p for p in points if p[1] <= CAP_MIB], [p for p in points if p[1] > CAP_MIB])
+        for name, points in found.items()
+    }
+
+
+def longest(at: At) -> Iterator[str]:
+    """Of each contender the longest sequence below the cap and its MiB, and those of the next length."""
+    for name, (below, beyond) in below_and_beyond(at).items():
         rest = f"{beyond[0][0]:,}: {beyond[0][1]:,.0f}" if beyond else "-"
         yield f"| {name} | {below[-1][0]:,} | {below[-1][1]:,.0f} | {rest} |"
 
 
 def longest_claimed(at: At) -> Iterator[str]:
-    nodes = [int(line.split("|")[2].replace(",", "")) for line in longest(at)]
+    nodes = [below[-1][0] for below, _ in below_and_beyond(at).values()]
     yield "at most {:,} nodes of eager ANS-GT, {:,} of ours, and {:,} over four ranks".format(*nodes[:2], nodes[-1])
 
 
