@@ -48,7 +48,7 @@ from megagraph.attention.cpu.simd import (
     splat,
     store,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, memory, place_of, plane, side_by_side
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, Plane, memory, place_of, plane, side_by_side
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
@@ -140,28 +140,22 @@ def _forward(first, last, call, planes, keys, firsts, scratch):
 
 
 @jit(nogil=True)
-def _backward_rows(first, last, call, planes, keys, added, d_learned, scratch):
+def _backward_rows(first, last, call, rows, keys, dq, added, d_learned, scratch):
     """dq of rows first..last, and what they add to the gradient of the bias: doubles [G, width, 8], or of each pair."""
     work, lists, bias, (dropout_keys, padding, row_ids, column_ids) = borrowed(call)
-    (q, d_out, lse, delta, dq), (k_t, v_t) = borrowed(planes), borrowed(keys)
+    (q_t, d_out_t, lse, delta), (k_t, v_t), dq = borrowed(rows), borrowed(keys), borrowed(dq)
     d_table, d_pairs = borrowed(d_learned)
     M, H, D, num = work.M, work.H, work.D, k_t.dtype.type
     width, groups, (starts, columns) = padded(D), -(-H // LANES), (lists.row_starts, lists.columns)
     size, zero, minus_inf, listed = LANES * width, num(0), num(-np.inf), first
-    q_t, d_out_t, dq_t, own, pivots, deltas, s, dp_t, lane, of_rows, places = borrowed(scratch)
+    dq_t, own, s, dp_t, lane, of_rows, places = borrowed(scratch)
     while listed < last:
         beyond = end_of_equals(starts, columns, listed, min(last, (listed // M + 1) * M), _TOGETHER)
         together, first_row = beyond - listed, listed % M
         for b in range(0 if work.shared else listed // M, work.S if work.shared else listed // M + 1):
             for group in range(groups):
                 head, heads, base = LANES * group, min(LANES, H - LANES * group), (b * groups + group) * work.num_keys
-                for i in range(together):
-                    place = b, head, first_row + i
-                    gather(q, place_of(q, place), heads, D, q_t, i * size)
-                    rescale(q_t, i * size, size, splat(work.scale))
-                    gather(d_out, place_of(d_out, place), heads, D, d_out_t, i * size)
-                    store(pivots, LANES * i, finite(own_numbers(lse, b, group, first_row + i, heads, lane)))
-                    store(deltas, LANES * i, own_numbers(delta, b, group, first_row + i, heads, lane))
+                row = (b * groups + group) * M + first_row
                 fill(dq_t, size * together, zero)
                 for segment in range(len(work.segments)):
                     key, column, length = work.segments[segment]
@@ -173,9 +167,9 @@ def _backward_rows(first, last, call, planes, keys, added, d_learned, scratch):
                             places[j] = (base + np.intp(item(columns, chunk + j)) - column + key) * size
                         for i in range(together):
                             row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
-                            pivot, less = load(pivots, LANES * i), load(deltas, LANES * i)
-                            dots(q_t, i * size, k_t, places, n, width, s)
-                            dots(d_out_t, i * size, v_t, places, n, width, dp_t)
+                            pivot, less = load(lse, LANES * (row + i)), load(delta, LANES * (row + i))
+                            dots(q_t, (row + i) * size, k_t, places, n, width, s)
+                            dots(d_out_t, (row + i) * size, v_t, places, n, width, dp_t)
                             for j in range(n):
                                 pair, at_column = (
                                     chunk + j + starts[listed + i] - starts[listed],
@@ -380,19 +374,18 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     q, k, v, d_out = (x.to(compute) for x in (q, k, v, gradients.d_out))
     d_pairs = torch.zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else (0,), dtype=compute)
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), 0 if d_learned is None else len(bias.learned)), np.float64)
+    lse = gradients.lse.masked_fill(gradients.lse == -torch.inf, 0.0)
+    of_rows = tuple(_numbers_in_lanes(x, compute) for x in (lse, gradients.delta))
+    rows, added = (_lanes(q, compute, step.scale), _lanes(d_out, compute), *of_rows), gradients.accumulate
     with _written(gradients.dq, compute) as dq:
-        rows = tuple(plane(x, compute) for x in (q, d_out, gradients.lse, gradients.delta, dq))
-        _run_rows(
-            call, rows, (_lanes(k, compute), _lanes(v, compute)), gradients.accumulate, (d_tables, d_pairs.numpy())
-        )
+        keys = _lanes(k, compute), _lanes(v, compute)
+        _run_rows(call, rows, keys, plane(dq, compute), added, (d_tables, d_pairs.numpy()))
+        del keys  # before others are made
     if not gradients.accumulate and work.segments[:, 2].sum() < work.num_keys:
         for x in (gradients.dk, gradients.dv):  # keys of no segment
             x.zero_()
     with _written(gradients.dk, compute) as dk, _written(gradients.dv, compute) as dv:
-        lse = gradients.lse.masked_fill(gradients.lse == -torch.inf, 0.0)
-        of_rows = tuple(_numbers_in_lanes(x, compute) for x in (lse, gradients.delta))
-        queries = _lanes(q, compute, step.scale), _lanes(d_out, compute), *of_rows
-        _run_keys(call, tuple(plane(x, compute) for x in (k, v, dk, dv)), queries, gradients.accumulate)
+        _run_keys(call, tuple(plane(x, compute) for x in (k, v, dk, dv)), rows, added)
     if d_learned is not None and step.form == "dense":
         d_learned += d_pairs.view(d_learned.shape)
     elif d_learned is not None:
@@ -400,23 +393,25 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
         d_learned += total.transpose(1, 2).flatten(0, 1)[: work.H, : d_learned.shape[1]].to(d_learned.dtype)
 
 
-def _run_rows(call: tuple, planes: tuple, keys: tuple, added: bool, sums: tuple[np.ndarray, np.ndarray]) -> None:
+def _run_rows(
+    call: tuple, rows: tuple, keys: tuple, dq: Plane, added: bool, sums: tuple[np.ndarray, np.ndarray]
+) -> None:
     (work, lists, *_), (d_tables, d_pairs) = call, sums
 
     def run(chunk: int, first: int, last: int) -> None:
-        sizes = *[_TOGETHER * up(work.D)] * 3, up(work.D), _TOGETHER, _TOGETHER, _CHUNK, _CHUNK, 1
-        scratch = _scratch(keys[0], *sizes, d_tables.shape[1] // LANES)
-        _backward_rows(first, last, call, planes, keys, added, (d_tables[chunk], d_pairs), scratch)
+        sizes = _TOGETHER * up(work.D), up(work.D), _CHUNK, _CHUNK, 1, d_tables.shape[1] // LANES
+        scratch = _scratch(keys[0], *sizes)
+        _backward_rows(first, last, call, rows, keys, dq, added, (d_tables[chunk], d_pairs), scratch)
 
     in_threads(run, _costs(lists.row_starts, work), _PAIRS_PER_THREAD)
 
 
-def _run_keys(call: tuple, planes: tuple, queries: tuple, added: bool) -> None:
+def _run_keys(call: tuple, planes: tuple, rows: tuple, added: bool) -> None:
     work = call[0]
 
     def run(_: int, first: int, last: int) -> None:
-        scratch = _scratch(queries[0], *[_TOGETHER * up(work.D)] * 4, up(work.D), _CHUNK, _CHUNK, 1)
-        _backward_keys(first, last, call, planes, queries, added, scratch)
+        scratch = _scratch(rows[0], *[_TOGETHER * up(work.D)] * 4, up(work.D), _CHUNK, _CHUNK, 1)
+        _backward_keys(first, last, call, planes, rows, added, scratch)
 
     in_threads(run, _costs_of_keys(call[1], work), _PAIRS_PER_THREAD)
 
