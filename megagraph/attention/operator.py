@@ -352,7 +352,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a step that was checked; ``saved``: d_out, d_lse, out, lse."""
     d_out, d_lse, out, lse = saved
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (reuse.empty_like(x) for x in (q, k, v))
     learned, d_learned = step.learned, None
     if learned_grad and learned is not None:
         d_learned = learned_gradient(step, q, learned)

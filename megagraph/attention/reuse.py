@@ -1,7 +1,7 @@
 """Memory of large gradients on a CPU, kept for the next step.
 
-The C library maps memory of 32 MiB and more anew each time, and a fresh page costs the system more than it costs to
-fill. Autograd asks for the same gradients in every step.
+The C library maps memory of 32 MiB and more anew each time, gives back what lies free at the end of its heap, and a
+fresh page costs the system more than it costs to fill. Autograd asks for the same gradients in every step.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-_LEAST = 1 << 25  # bytes; smaller pieces the C library keeps itself
+_LEAST = 1 << 20  # bytes; smaller pieces the C library keeps itself
 _MOST_KEPT = 1 << 30  # bytes that nobody uses
 _free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """``torch.empty_like``; a large one on a CPU takes memory that another has left, if there is any of its size."""
-    size = x.numel() * x.itemsize
+    """``torch.empty_like``; a large one on a CPU takes memory that another has left, if there is any of about its
+    size."""
+    num_bytes = x.numel() * x.itemsize
+    step = 1 << max(num_bytes.bit_length() - 4, 0)
+    size = -(-num_bytes // step) * step  # at most an eighth more, or batches of unequal length would share nothing
     if x.device.type != "cpu" or not _LEAST <= size <= _MOST_KEPT:
         return torch.empty_like(x)
     try:
         memory = _free[size].pop()
     except IndexError:
         memory = torch.empty(size, dtype=torch.uint8)
-    array = memory.numpy()  # lives as long as the result and its views
+    array = memory.numpy()[:num_bytes]  # lives as long as the result and its views
     weakref.finalize(array, _keep, memory).atexit = False
     strides = torch.empty_like(x, device="meta").stride()
     return torch.from_numpy(array).view(x.dtype).as_strided(x.shape, strides)

@@ -54,6 +54,8 @@ def present(kind, S, M, N):
         pairs[-1, -1, 0] = True
     else:
         pairs = torch.ones(S, M, N, dtype=torch.bool)
+        if kind != "full":  # all but this column, or the next one, in turns
+            pairs[:, torch.arange(M), kind + torch.arange(M) % 2] = False
     return pairs
 
 
@@ -140,6 +142,13 @@ def test_values_and_gradients_are_those_of_masked_pairs(form, kind, dropout_p, i
 def test_odd_sizes(form, kind, sizes, impl):
     H, M, N, D = sizes
     dense, given, pairs = problem(form, kind, H=H, M=M, N=N, D=D, dropout_p=0.2)
+    assert_is(run(given, impl), dense, given, pairs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("at", [0, 31, 32, 68])
+def test_lists_of_one_length_that_differ_in_one_place(at, impl):
+    dense, given, pairs = problem("bucket", at, M=9, N=70, padded=False)
     assert_is(run(given, impl), dense, given, pairs)
 
 

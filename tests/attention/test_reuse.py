@@ -8,7 +8,7 @@ import torch
 import megagraph as mg
 from megagraph.attention import reuse
 
-LARGE = (1 << 25) // 4  # numbers of float32
+LARGE = (1 << 20) // 4  # numbers of float32
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,16 @@ def test_what_is_held_is_not_taken_and_what_is_freed_is():
     assert again.data_ptr() == place and held.unique().tolist() == [1.0]
 
 
+@pytest.mark.parametrize(("eighths", "shared"), [(9.5, True), (10.0, True), (9.0, False), (10.1, False)])
+def test_about_the_same_size_is_enough(eighths, shared):
+    first = reuse.empty_like(torch.empty(int(LARGE / 8 * 9.9)))
+    place = first.data_ptr()
+    del first
+    like = torch.empty(int(LARGE / 8 * eighths))
+    other = reuse.empty_like(like).zero_()
+    assert (other.data_ptr() == place) == shared and other.shape == like.shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_like_torch(dtype):
     for like in (torch.empty(2, LARGE, 3, dtype=dtype).transpose(0, 1), torch.empty(5, dtype=dtype)):
@@ -38,14 +48,14 @@ def test_like_torch(dtype):
 
 
 def test_only_so_much_is_kept(monkeypatch):
-    monkeypatch.setattr(reuse, "_MOST_KEPT", 1 << 27)
-    for size in range(1, 6):
-        results = [reuse.empty_like(torch.empty(LARGE + size)) for _ in range(2)]
+    monkeypatch.setattr(reuse, "_MOST_KEPT", 1 << 22)
+    for eighths in range(8, 14):
+        results = [reuse.empty_like(torch.empty(LARGE // 8 * eighths)) for _ in range(2)]
         results.clear()
-        assert sum(block.nbytes for blocks in reuse._free.values() for block in blocks) <= 1 << 27
-    too_large = reuse.empty_like(torch.empty(1 << 26))
+        assert sum(block.nbytes for blocks in reuse._free.values() for block in blocks) <= 1 << 22
+    too_large = reuse.empty_like(torch.empty((1 << 22) // 4 + 1))
     del too_large
-    assert (1 << 28) not in reuse._free
+    assert max(reuse._free) <= 1 << 22
 
 
 def test_gradients_of_several_steps():

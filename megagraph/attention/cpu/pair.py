@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megagraph.attention.cpu.dropout import mix32
-from megagraph.attention.cpu.row import gather, padded, scatter
+from megagraph.attention.cpu.row import gather, scatter
 from megagraph.attention.cpu.simd import (
     LANES,
-    borrowed,
     folded,
     item,
     load,
@@ -27,6 +26,7 @@ from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
 from megagraph.jit import jit
 
 _part = jit(forceinline=True)
+_AT_ONCE = 32  # entries of two lists that are compared
 
 
 class Lists(NamedTuple):
@@ -62,22 +62,6 @@ class Work(NamedTuple):
     keep: float  # 1 / (1 - p)
     threshold: np.uint32  # of dropout
     segments: np.ndarray  # int64 [., 3]: first key, first column, length
-
-
-@jit(nogil=True)
-def to_lanes(first, last, x, sizes, factor, out):
-    """Rows first..last of all sequences, [S, H, R, D], times factor into out [S, G, R, width, 8]."""
-    S, H, R, D = sizes
-    groups, width, x, out = -(-H // LANES), padded(D), borrowed(x), borrowed(out)
-    for b in range(S):
-        for group in range(groups):
-            heads = min(LANES, H - LANES * group)
-            for row in range(first, last):
-                at = ((b * groups + group) * R + row) * width * LANES
-                gather(x, place_of(x, (b, LANES * group, row)), heads, D, out, at)
-                if factor != 1:
-                    for i in range(at, at + LANES * width, LANES):
-                        store(out, i, load(out, i) * splat(factor))
 
 
 @_part
@@ -167,8 +151,13 @@ def end_of_equals(starts, entries, first, last, most):
     n, end = starts[first + 1] - starts[first], first + 1
     while end < last and end - first < most and starts[end + 1] - starts[end] == n:
         i = 0
-        while i < n and entries[starts[first] + i] == entries[starts[end] + i]:
-            i += 1
+        while i < n:
+            stop, different = min(i + _AT_ONCE, n), False
+            for j in range(i, stop):  # no way out of it, so that it takes many at a time
+                different |= item(entries, starts[first] + j) != item(entries, starts[end] + j)
+            if different:
+                break
+            i = stop
         if i < n:
             break
         end += 1

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagraph.attention import reuse
 from megagraph.attention.bias import masked_table
 from megagraph.attention.cpu.dropout import pair_hash
+from megagraph.attention.cpu.lanes import PAIRS_PER_THREAD, in_lanes, number_of, table_in_lanes
 from megagraph.attention.cpu.pair import (
     Lists,
     PairBias,
@@ -31,7 +31,6 @@ from megagraph.attention.cpu.pair import (
     own_numbers,
     put,
     row_key_of,
-    to_lanes,
 )
 from megagraph.attention.cpu.row import fill, gather, head_keys_of, num_groups, padded, rescale, scatter, up, zeros
 from megagraph.attention.cpu.simd import (
@@ -57,7 +56,6 @@ from megagraph.threads import CHUNKS, in_threads
 _CHUNK = 32  # pairs at a time: their keys and values stay in the first level of the cache
 _TOGETHER = 8  # rows, or keys, whose lists are the same: what these name is read once for all of them
 _ROWS_IN_A_SUM = 32  # of the gradient of a table, before it goes into a sum of doubles
-_PAIRS_PER_THREAD = 1 << 12
 _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 
 
@@ -257,31 +255,6 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
                 key = beyond
 
 
-def _lanes(x: Tensor, compute: torch.dtype, factor: float = 1.0) -> np.ndarray:
-    """[S, H, R, D] as [S, G, R, width, 8], flat, times factor; heads beyond the last are zeros."""
-    S, H, R, D = x.shape
-    size = S * num_groups(H) * R * up(D) * LANES
-    if H % LANES == 0 and up(D) == D:  # all of it is written
-        out = reuse.empty_like(torch.empty(size, dtype=compute)).numpy()
-    else:
-        out = torch.zeros(size, dtype=compute).numpy()
-    view = plane(x.to(compute), compute)
-
-    def run(_: int, first: int, last: int) -> None:
-        to_lanes(first, last, view, (S, H, R, D), out.dtype.type(factor), out)
-
-    in_threads(run, np.full(R, S * num_groups(H)), _PAIRS_PER_THREAD)
-    return out
-
-
-def _numbers_in_lanes(x: Tensor, compute: torch.dtype) -> np.ndarray:
-    """[S, H, R] as [S, G, R, 8], flat."""
-    S, H, R = x.shape
-    out = torch.zeros(S, num_groups(H) * LANES, R, dtype=compute)
-    out[:, :H] = x
-    return out.unflatten(1, (-1, LANES)).transpose(2, 3).contiguous().view(-1).numpy()
-
-
 def _lists(step: Step) -> Lists:
     given = step.row_starts, step.columns, step.key_starts, step.key_rows, step.key_pairs
     return Lists(*(x.contiguous().numpy() for x in given if x is not None))
@@ -300,7 +273,7 @@ def _bias(step: Step, compute: torch.dtype) -> PairBias:
         table, buckets = masked_table(table), memory(data.contiguous())
     else:
         numbers = memory(data.to(compute).contiguous())
-    return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, _numbers_in_lanes(table[None], compute))
+    return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, table_in_lanes(table))
 
 
 def _dropout(step: Step, H: int, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -338,30 +311,28 @@ def _costs(starts: np.ndarray, work: Work) -> np.ndarray:
     return (np.diff(starts) + 2) * (num_groups(work.H) * (work.S if work.shared else 1))
 
 
-def _scratch(like: np.ndarray, *sizes: int) -> tuple[np.ndarray, ...]:
-    """Arrays of so many vectors, and the places of a chunk."""
-    return *zeros(torch.from_numpy(like).dtype, *sizes), np.zeros(_CHUNK, np.int64)
-
-
-def _number(compute: torch.dtype) -> type:
-    return torch.empty(0, dtype=compute).numpy().dtype.type
+def _scratch(compute: torch.dtype, *sizes: int) -> list[tuple[np.ndarray, ...]]:
+    """For each thread arrays of so many vectors, and the places of a chunk."""
+    return [(*zeros(compute, *sizes), np.zeros(_CHUNK, np.int64)) for _ in range(torch.get_num_threads())]
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     """Fold the visiting keys k, v [B, H, n, D] that are listed into the state of q [B, H, M, D], or into its result."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    work, out = _work(step, q, k, _number(compute)), state.out
+    work, out = _work(step, q, k, number_of(compute)), state.out
     call = work, _lists(step), _bias(step, compute), _dropout(step, work.H, work.M)
     if out is not None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
-    keys, rows = (_lanes(k, compute), _lanes(v, compute)), _TOGETHER * up(work.D)
+    keys, rows = in_lanes(compute, k, v), _TOGETHER * up(work.D)
+    free = _scratch(compute, rows, rows, _TOGETHER, _TOGETHER, _CHUNK, 1)
 
     def run(_: int, first: int, last: int) -> None:
-        scratch = _scratch(keys[0], rows, rows, _TOGETHER, _TOGETHER, _CHUNK, 1)
+        scratch = free.pop()
         _forward(first, last, call, planes, keys, (state.first, state.last), scratch)
+        free.append(scratch)
 
-    in_threads(run, _costs(call[1].row_starts, work), _PAIRS_PER_THREAD)
+    in_threads(run, _costs(call[1].row_starts, work), PAIRS_PER_THREAD)
     if state.out is not None and out is not None and state.out is not out:
         state.out.copy_(out)
 
@@ -369,23 +340,20 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
 def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
     """This step's share of the gradients; that of a dense bias [P, H] is added, too."""
     compute, d_learned = torch.promote_types(q.dtype, torch.float32), gradients.d_learned
-    work, bias = _work(step, q, k, _number(compute)), _bias(step, compute)
+    work, bias = _work(step, q, k, number_of(compute)), _bias(step, compute)
     call = work, _lists(step), bias, _dropout(step, work.H, work.M)
     q, k, v, d_out = (x.to(compute) for x in (q, k, v, gradients.d_out))
     d_pairs = torch.zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else (0,), dtype=compute)
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), 0 if d_learned is None else len(bias.learned)), np.float64)
-    lse = gradients.lse.masked_fill(gradients.lse == -torch.inf, 0.0)
-    of_rows = tuple(_numbers_in_lanes(x, compute) for x in (lse, gradients.delta))
-    rows, added = (_lanes(q, compute, step.scale), _lanes(d_out, compute), *of_rows), gradients.accumulate
+    *rows, k_t, v_t = in_lanes(compute, q, d_out, gradients.lse, gradients.delta, k, v, scale=step.scale)
     with _written(gradients.dq, compute) as dq:
-        keys = _lanes(k, compute), _lanes(v, compute)
-        _run_rows(call, rows, keys, plane(dq, compute), added, (d_tables, d_pairs.numpy()))
-        del keys  # before others are made
+        sums, added = (d_tables, d_pairs.numpy()), gradients.accumulate
+        _run_rows(compute, call, tuple(rows), (k_t, v_t), plane(dq, compute), added, sums)
     if not gradients.accumulate and work.segments[:, 2].sum() < work.num_keys:
         for x in (gradients.dk, gradients.dv):  # keys of no segment
             x.zero_()
     with _written(gradients.dk, compute) as dk, _written(gradients.dv, compute) as dv:
-        _run_keys(call, tuple(plane(x, compute) for x in (k, v, dk, dv)), rows, added)
+        _run_keys(compute, call, tuple(plane(x, compute) for x in (k, v, dk, dv)), tuple(rows), added)
     if d_learned is not None and step.form == "dense":
         d_learned += d_pairs.view(d_learned.shape)
     elif d_learned is not None:
@@ -394,26 +362,38 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
 
 
 def _run_rows(
-    call: tuple, rows: tuple, keys: tuple, dq: Plane, added: bool, sums: tuple[np.ndarray, np.ndarray]
+    compute: torch.dtype,
+    call: tuple,
+    rows: tuple,
+    keys: tuple,
+    dq: Plane,
+    added: bool,
+    sums: tuple[np.ndarray, np.ndarray],
 ) -> None:
     (work, lists, *_), (d_tables, d_pairs) = call, sums
 
+    sizes = _TOGETHER * up(work.D), up(work.D), _CHUNK, _CHUNK, 1, d_tables.shape[1] // LANES
+    free = _scratch(compute, *sizes)
+
     def run(chunk: int, first: int, last: int) -> None:
-        sizes = _TOGETHER * up(work.D), up(work.D), _CHUNK, _CHUNK, 1, d_tables.shape[1] // LANES
-        scratch = _scratch(keys[0], *sizes)
+        scratch = free.pop()
         _backward_rows(first, last, call, rows, keys, dq, added, (d_tables[chunk], d_pairs), scratch)
+        free.append(scratch)
 
-    in_threads(run, _costs(lists.row_starts, work), _PAIRS_PER_THREAD)
+    in_threads(run, _costs(lists.row_starts, work), PAIRS_PER_THREAD)
 
 
-def _run_keys(call: tuple, planes: tuple, rows: tuple, added: bool) -> None:
+def _run_keys(compute: torch.dtype, call: tuple, planes: tuple, rows: tuple, added: bool) -> None:
     work = call[0]
 
-    def run(_: int, first: int, last: int) -> None:
-        scratch = _scratch(rows[0], *[_TOGETHER * up(work.D)] * 4, up(work.D), _CHUNK, _CHUNK, 1)
-        _backward_keys(first, last, call, planes, rows, added, scratch)
+    free = _scratch(compute, *[_TOGETHER * up(work.D)] * 4, up(work.D), _CHUNK, _CHUNK, 1)
 
-    in_threads(run, _costs_of_keys(call[1], work), _PAIRS_PER_THREAD)
+    def run(_: int, first: int, last: int) -> None:
+        scratch = free.pop()
+        _backward_keys(first, last, call, planes, rows, added, scratch)
+        free.append(scratch)
+
+    in_threads(run, _costs_of_keys(call[1], work), PAIRS_PER_THREAD)
 
 
 @contextmanager
