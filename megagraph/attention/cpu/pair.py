@@ -25,6 +25,7 @@ from megagraph.attention.cpu.simd import (
 from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
 from megagraph.jit import jit
 
+CHUNK = 16  # pairs at a time: their keys and values stay in the first level of the cache
 _part = jit(forceinline=True)
 _AT_ONCE = 32  # entries of two lists that are compared
 
@@ -76,45 +77,117 @@ def _dot(a, b, width):
 
 
 @_part
-def dots(a, at, b, places, n, width, out):
-    """out[j] = sum_d a[at + d] b[places[j] + d] of eight heads, four of the other side at a time."""
-    zero, whole = twice(splat(a.dtype.type(0))), n - n % 4
-    for j in range(0, whole, 4):
-        first, second, third, fourth = places[j], places[j + 1], places[j + 2], places[j + 3]
-        s0 = s1 = s2 = s3 = zero
-        for d in range(0, LANES * width, 2 * LANES):
-            x = load_wide(a, at + d)
-            s0 = multiply_add(x, load_wide(b, first + d), s0)
-            s1 = multiply_add(x, load_wide(b, second + d), s1)
-            s2 = multiply_add(x, load_wide(b, third + d), s2)
-            s3 = multiply_add(x, load_wide(b, fourth + d), s3)
-        store(out, LANES * j, folded(s0))
-        store(out, LANES * j + 8, folded(s1))
-        store(out, LANES * j + 16, folded(s2))
-        store(out, LANES * j + 24, folded(s3))
-    for j in range(whole, n):
-        store(out, LANES * j, _dot((a, at), (b, places[j]), width))
+def dots(a, at, rows, b, places, n, width, out):
+    """out[i, j] = sum_d a[at + i, d] b[places[j] + d] of eight heads for so many rows i, [rows, CHUNK] of them.
+
+    Four of the other side at a time, of two rows: each number that is read is multiplied twice.
+    """
+    size, whole = LANES * width, n - n % 4
+    for i in range(0, rows - 1, 2):
+        for j in range(0, whole, 4):
+            _dots_of_two(a, at + i * size, b, places, j, width, out, LANES * (i * CHUNK + j))
+    for i in range(rows - rows % 2, rows):
+        for j in range(0, whole, 4):
+            _dots_of_one(a, at + i * size, b, places, j, width, out, LANES * (i * CHUNK + j))
+    for i in range(rows):
+        for j in range(whole, n):
+            store(out, LANES * (i * CHUNK + j), _dot((a, at + i * size), (b, places[j]), width))
 
 
 @_part
-def add_combined(weights, x, places, n, width, out, to):
-    """out[to + d] += sum_j weights[j] x[places[j] + d]."""
+def _dots_of_one(a, at, b, places, j, width, out, to):
+    first, second, third, fourth = places[j], places[j + 1], places[j + 2], places[j + 3]
+    s0 = s1 = s2 = s3 = twice(splat(a.dtype.type(0)))
+    for d in range(0, LANES * width, 2 * LANES):
+        x = load_wide(a, at + d)
+        s0 = multiply_add(x, load_wide(b, first + d), s0)
+        s1 = multiply_add(x, load_wide(b, second + d), s1)
+        s2 = multiply_add(x, load_wide(b, third + d), s2)
+        s3 = multiply_add(x, load_wide(b, fourth + d), s3)
+    _store_folded(out, to, s0, s1, s2, s3)
+
+
+@_part
+def _dots_of_two(a, at, b, places, j, width, out, to):
+    first, second, third, fourth = places[j], places[j + 1], places[j + 2], places[j + 3]
+    s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = twice(splat(a.dtype.type(0)))
+    for d in range(0, LANES * width, 2 * LANES):
+        x, y = load_wide(a, at + d), load_wide(a, at + LANES * width + d)
+        z = load_wide(b, first + d)
+        s0, t0 = multiply_add(x, z, s0), multiply_add(y, z, t0)
+        z = load_wide(b, second + d)
+        s1, t1 = multiply_add(x, z, s1), multiply_add(y, z, t1)
+        z = load_wide(b, third + d)
+        s2, t2 = multiply_add(x, z, s2), multiply_add(y, z, t2)
+        z = load_wide(b, fourth + d)
+        s3, t3 = multiply_add(x, z, s3), multiply_add(y, z, t3)
+    _store_folded(out, to, s0, s1, s2, s3)
+    _store_folded(out, to + LANES * CHUNK, t0, t1, t2, t3)
+
+
+@_part
+def _store_folded(out, to, s0, s1, s2, s3):
+    store(out, to, folded(s0))
+    store(out, to + 8, folded(s1))
+    store(out, to + 16, folded(s2))
+    store(out, to + 24, folded(s3))
+
+
+@_part
+def add_combined(weights, x, places, n, width, out, rows):
+    """out[i, d] += sum_j weights[i, j] x[places[j] + d] for so many rows i, [rows, CHUNK] of ``weights``."""
+    for i in range(0, rows - 1, 2):
+        _combine_two(weights, LANES * CHUNK * i, x, places, n, width, out, LANES * width * i)
+    if rows % 2:
+        _combine_one(weights, LANES * CHUNK * (rows - 1), x, places, n, width, out, LANES * width * (rows - 1))
+
+
+@_part
+def _combine_one(weights, of, x, places, n, width, out, to):
     zero, whole = twice(splat(x.dtype.type(0))), n - n % 2
     for d in range(0, LANES * width, 4 * LANES):
         s0 = s1 = s2 = s3 = zero  # of even and of odd ones
         for j in range(0, whole, 2):
-            w, at = twice(load(weights, LANES * j)), places[j] + d
+            w, at = twice(load(weights, of + LANES * j)), places[j] + d
             s0 = multiply_add(w, load_wide(x, at), s0)
             s1 = multiply_add(w, load_wide(x, at + 16), s1)
-            w, at = twice(load(weights, LANES * j + 8)), places[j + 1] + d
+            w, at = twice(load(weights, of + LANES * j + 8)), places[j + 1] + d
             s2 = multiply_add(w, load_wide(x, at), s2)
             s3 = multiply_add(w, load_wide(x, at + 16), s3)
         if whole < n:
-            w, at = twice(load(weights, LANES * whole)), places[whole] + d
+            w, at = twice(load(weights, of + LANES * whole)), places[whole] + d
             s0 = multiply_add(w, load_wide(x, at), s0)
             s1 = multiply_add(w, load_wide(x, at + 16), s1)
-        store(out, to + d, load_wide(out, to + d) + (s0 + s2))
-        store(out, to + d + 16, load_wide(out, to + d + 16) + (s1 + s3))
+        _add_to(out, to + d, s0 + s2, s1 + s3)
+
+
+@_part
+def _combine_two(weights, of, x, places, n, width, out, to):
+    zero, whole, other = twice(splat(x.dtype.type(0))), n - n % 2, of + LANES * CHUNK
+    for d in range(0, LANES * width, 4 * LANES):
+        s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = zero
+        for j in range(0, whole, 2):
+            w, u = twice(load(weights, of + LANES * j)), twice(load(weights, other + LANES * j))
+            y, z = load_wide(x, places[j] + d), load_wide(x, places[j] + d + 16)
+            s0, t0 = multiply_add(w, y, s0), multiply_add(u, y, t0)
+            s1, t1 = multiply_add(w, z, s1), multiply_add(u, z, t1)
+            w, u = twice(load(weights, of + LANES * j + 8)), twice(load(weights, other + LANES * j + 8))
+            y, z = load_wide(x, places[j + 1] + d), load_wide(x, places[j + 1] + d + 16)
+            s2, t2 = multiply_add(w, y, s2), multiply_add(u, y, t2)
+            s3, t3 = multiply_add(w, z, s3), multiply_add(u, z, t3)
+        if whole < n:
+            w, u = twice(load(weights, of + LANES * whole)), twice(load(weights, other + LANES * whole))
+            y, z = load_wide(x, places[whole] + d), load_wide(x, places[whole] + d + 16)
+            s0, t0 = multiply_add(w, y, s0), multiply_add(u, y, t0)
+            s1, t1 = multiply_add(w, z, s1), multiply_add(u, z, t1)
+        _add_to(out, to + d, s0 + s2, s1 + s3)
+        _add_to(out, to + LANES * width + d, t0 + t2, t1 + t3)
+
+
+@_part
+def _add_to(out, at, x, y):
+    store(out, at, load_wide(out, at) + x)
+    store(out, at + 16, load_wide(out, at + 16) + y)
 
 
 @_part

@@ -19,6 +19,7 @@ from megagraph.attention.bias import masked_table
 from megagraph.attention.cpu.dropout import pair_hash
 from megagraph.attention.cpu.lanes import PAIRS_PER_THREAD, in_lanes, number_of, table_in_lanes
 from megagraph.attention.cpu.pair import (
+    CHUNK,
     Lists,
     PairBias,
     Work,
@@ -53,8 +54,7 @@ from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
 from megagraph.threads import CHUNKS, in_threads
 
-_CHUNK = 32  # pairs at a time: their keys and values stay in the first level of the cache
-_TOGETHER = 8  # rows, or keys, whose lists are the same: what these name is read once for all of them
+_TOGETHER = 32  # rows, or keys, whose lists are the same: what these name is read once for all of them
 _ROWS_IN_A_SUM = 32  # of the gradient of a table, before it goes into a sum of doubles
 _FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 
@@ -90,36 +90,36 @@ def _forward(first, last, call, planes, keys, firsts, scratch):
                     key, column, length = work.segments[segment]
                     start = first_from(columns, starts[listed], starts[listed + 1], column)
                     end = first_from(columns, start, starts[listed + 1], column + length)
-                    for chunk in range(start, end, _CHUNK):
-                        n = min(_CHUNK, end - chunk)
+                    for chunk in range(start, end, CHUNK):
+                        n = min(CHUNK, end - chunk)
                         for j in range(n):
                             places[j] = (base + np.intp(item(columns, chunk + j)) - column + key) * size
+                        dots(q_t, 0, together, k_t, places, n, width, s)
                         for i in range(together):
                             row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
                             pair, m = chunk + starts[listed + i] - starts[listed], load(maxima, LANES * i)
-                            before = m
-                            dots(q_t, i * size, k_t, places, n, width, s)
+                            before, of = m, CHUNK * i
                             for j in range(n):
-                                x = load(s, LANES * j) + bias_of(pair + j, bias, group, heads, H, lane)
+                                x = load(s, LANES * (of + j)) + bias_of(pair + j, bias, group, heads, H, lane)
                                 if len(padding) and padding[b, item(columns, chunk + j)]:
                                     x = splat(minus_inf)
                                 m = maximum(m, x)
-                                store(s, LANES * j, x)
+                                store(s, LANES * (of + j), x)
                             pivot, part = finite(m), splat(zero)
                             factor = exp(before - pivot)
                             for j in range(n):
-                                p = exp(load(s, LANES * j) - pivot)
+                                p = exp(load(s, LANES * (of + j)) - pivot)
                                 part = part + p
                                 if len(dropout_keys):
                                     hashed = pair_hash(
                                         row_key, splat(np.uint32(item(column_ids, item(columns, chunk + j))))
                                     )
                                     p = keep_from(p, hashed, splat(work.threshold))
-                                store(s, LANES * j, p)
+                                store(s, LANES * (of + j), p)
                             store(maxima, LANES * i, m)
                             store(sums, LANES * i, multiply_add(load(sums, LANES * i), factor, part))
                             rescale(totals, i * size, size, factor)
-                            add_combined(s, v_t, places, n, width, totals, i * size)
+                        add_combined(s, v_t, places, n, width, totals, together)
                 for i in range(together):
                     place, l = (b, head, first_row + i), load(sums, LANES * i)
                     if is_last:
@@ -159,36 +159,36 @@ def _backward_rows(first, last, call, rows, keys, dq, added, d_learned, scratch)
                     key, column, length = work.segments[segment]
                     start = first_from(columns, starts[listed], starts[listed + 1], column)
                     end = first_from(columns, start, starts[listed + 1], column + length)
-                    for chunk in range(start, end, _CHUNK):
-                        n = min(_CHUNK, end - chunk)
+                    for chunk in range(start, end, CHUNK):
+                        n = min(CHUNK, end - chunk)
                         for j in range(n):
                             places[j] = (base + np.intp(item(columns, chunk + j)) - column + key) * size
+                        dots(q_t, row * size, together, k_t, places, n, width, s)
+                        dots(d_out_t, row * size, together, v_t, places, n, width, dp_t)
                         for i in range(together):
                             row_key = row_key_of(dropout_keys, b * groups + group, row_ids[first_row + i])
-                            pivot, less = load(lse, LANES * (row + i)), load(delta, LANES * (row + i))
-                            dots(q_t, (row + i) * size, k_t, places, n, width, s)
-                            dots(d_out_t, (row + i) * size, v_t, places, n, width, dp_t)
+                            pivot, less, of = load(lse, LANES * (row + i)), load(delta, LANES * (row + i)), CHUNK * i
                             for j in range(n):
                                 pair, at_column = (
                                     chunk + j + starts[listed + i] - starts[listed],
                                     item(columns, chunk + j),
                                 )
-                                x = load(s, LANES * j) + bias_of(pair, bias, group, heads, H, lane)
+                                x = load(s, LANES * (of + j)) + bias_of(pair, bias, group, heads, H, lane)
                                 if len(padding) and padding[b, at_column]:
                                     x = splat(minus_inf)
-                                dp = load(dp_t, LANES * j)
+                                dp = load(dp_t, LANES * (of + j))
                                 if len(dropout_keys):
                                     hashed = pair_hash(row_key, splat(np.uint32(item(column_ids, at_column))))
                                     dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
                                 ds = exp(x - pivot) * (dp - less)
-                                store(s, LANES * j, ds)
+                                store(s, LANES * (of + j), ds)
                                 if len(d_table):
                                     add_to_table(of_rows, pair, bias, group, ds)
                                 elif len(d_pairs):
                                     store(lane, 0, ds)
                                     for other in range(heads):
                                         d_pairs[pair * H + head + other] += lane[other]
-                            add_combined(s, k_t, places, n, width, dq_t, i * size)
+                        add_combined(s, k_t, places, n, width, dq_t, together)
                 for i in range(together):
                     rescale(dq_t, i * size, size, splat(work.scale))
                     put(dq_t, i * size, heads, D, dq, (b, head, first_row + i), added, own)
@@ -206,7 +206,12 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
     (k, v, dk, dv), (q_t, d_out_t, lse, delta) = borrowed(planes), borrowed(rows)
     M, H, D, num = work.M, work.H, work.D, q_t.dtype.type
     width, groups, starts = padded(D), -(-H // LANES), lists.key_starts
-    size, zero, num_columns = LANES * width, num(0), (len(starts) - 1) // (1 if work.shared else work.S)
+    size, zero, minus_inf, num_columns = (
+        LANES * width,
+        num(0),
+        num(-np.inf),
+        (len(starts) - 1) // (1 if work.shared else work.S),
+    )
     k_t, v_t, dk_t, dv_t, own, p_t, ds_t, lane, places = borrowed(scratch)
     for segment in range(len(work.segments)):
         first_key, first_column, length = work.segments[segment]
@@ -224,20 +229,21 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
                         gather(v, place_of(v, (b, head, key + i)), heads, D, v_t, i * size)
                     fill(dk_t, size * together, zero)
                     fill(dv_t, size * together, zero)
-                    for chunk in range(starts[listed], starts[listed + 1], _CHUNK):
-                        n = min(_CHUNK, starts[listed + 1] - chunk)
+                    for chunk in range(starts[listed], starts[listed + 1], CHUNK):
+                        n = min(CHUNK, starts[listed + 1] - chunk)
                         for j in range(n):
                             places[j] = (base + np.intp(item(lists.key_rows, chunk + j))) * size
+                        dots(k_t, 0, together, q_t, places, n, width, p_t)
+                        dots(v_t, 0, together, d_out_t, places, n, width, ds_t)
                         for i in range(together):
-                            if len(padding) and padding[b, column + i]:
-                                continue
-                            dots(k_t, i * size, q_t, places, n, width, p_t)
-                            dots(v_t, i * size, d_out_t, places, n, width, ds_t)
+                            of = CHUNK * i
                             for j in range(n):
                                 at = chunk + j + starts[listed + i] - starts[listed]
                                 row, pair = np.intp(item(lists.key_rows, at)), np.intp(item(lists.key_pairs, at))
-                                x = load(p_t, LANES * j) + bias_of(pair, bias, group, heads, H, lane)
-                                dp = load(ds_t, LANES * j)
+                                x = load(p_t, LANES * (of + j)) + bias_of(pair, bias, group, heads, H, lane)
+                                if len(padding) and padding[b, column + i]:
+                                    x = splat(minus_inf)
+                                dp = load(ds_t, LANES * (of + j))
                                 p = exp(x - load(lse, LANES * (base + row)))
                                 kept = p
                                 if len(dropout_keys):
@@ -245,10 +251,10 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
                                     hashed = pair_hash(row_key, splat(np.uint32(column_ids[column + i])))
                                     kept = keep_from(p, hashed, splat(work.threshold)) * splat(work.keep)
                                     dp = keep_from(dp, hashed, splat(work.threshold)) * splat(work.keep)
-                                store(p_t, LANES * j, kept)
-                                store(ds_t, LANES * j, p * (dp - load(delta, LANES * (base + row))))
-                            add_combined(p_t, d_out_t, places, n, width, dv_t, i * size)
-                            add_combined(ds_t, q_t, places, n, width, dk_t, i * size)
+                                store(p_t, LANES * (of + j), kept)
+                                store(ds_t, LANES * (of + j), p * (dp - load(delta, LANES * (base + row))))
+                        add_combined(p_t, d_out_t, places, n, width, dv_t, together)
+                        add_combined(ds_t, q_t, places, n, width, dk_t, together)
                     for i in range(together):
                         put(dk_t, i * size, heads, D, dk, (b, head, key + i), added, own)
                         put(dv_t, i * size, heads, D, dv, (b, head, key + i), added, own)
@@ -313,7 +319,7 @@ def _costs(starts: np.ndarray, work: Work) -> np.ndarray:
 
 def _scratch(compute: torch.dtype, *sizes: int) -> list[tuple[np.ndarray, ...]]:
     """For each thread arrays of so many vectors, and the places of a chunk."""
-    return [(*zeros(compute, *sizes), np.zeros(_CHUNK, np.int64)) for _ in range(torch.get_num_threads())]
+    return [(*zeros(compute, *sizes), np.zeros(CHUNK, np.int64)) for _ in range(torch.get_num_threads())]
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
@@ -325,7 +331,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
     keys, rows = in_lanes(compute, k, v), _TOGETHER * up(work.D)
-    free = _scratch(compute, rows, rows, _TOGETHER, _TOGETHER, _CHUNK, 1)
+    free = _scratch(compute, rows, rows, _TOGETHER, _TOGETHER, _TOGETHER * CHUNK, 1)
 
     def run(_: int, first: int, last: int) -> None:
         scratch = free.pop()
@@ -372,7 +378,8 @@ def _run_rows(
 ) -> None:
     (work, lists, *_), (d_tables, d_pairs) = call, sums
 
-    sizes = _TOGETHER * up(work.D), up(work.D), _CHUNK, _CHUNK, 1, d_tables.shape[1] // LANES
+    scores = _TOGETHER * CHUNK
+    sizes = _TOGETHER * up(work.D), up(work.D), scores, scores, 1, d_tables.shape[1] // LANES
     free = _scratch(compute, *sizes)
 
     def run(chunk: int, first: int, last: int) -> None:
@@ -386,7 +393,7 @@ def _run_rows(
 def _run_keys(compute: torch.dtype, call: tuple, planes: tuple, rows: tuple, added: bool) -> None:
     work = call[0]
 
-    free = _scratch(compute, *[_TOGETHER * up(work.D)] * 4, up(work.D), _CHUNK, _CHUNK, 1)
+    free = _scratch(compute, *[_TOGETHER * up(work.D)] * 4, up(work.D), *[_TOGETHER * CHUNK] * 2, 1)
 
     def run(_: int, first: int, last: int) -> None:
         scratch = free.pop()
