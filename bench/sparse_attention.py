@@ -80,7 +80,11 @@ def edges_of(name: str, root: Path) -> tuple[Tensor, int]:
 
 def ours(edges: Tensor, buckets: Tensor, num_nodes: int) -> Attend:
     starts = torch.searchsorted(edges[0], torch.arange(num_nodes + 1))
-    index = torch.sparse_csr_tensor(starts, edges[1], buckets, size=(num_nodes, num_nodes))
+    return with_buckets(torch.sparse_csr_tensor(starts, edges[1], buckets, size=(num_nodes, num_nodes)))
+
+
+def with_buckets(index: Tensor) -> Attend:
+    """Ours, with a bucket of all pairs or of listed ones."""
     bias = mg.BucketBias(index, torch.zeros(HEADS, BUCKETS))  # once a graph
 
     def attend(inputs: Inputs) -> Tensor:
@@ -205,18 +209,6 @@ def measure(name: str, root: Path) -> dict[str, Any]:
     return row
 
 
-def dense(index: Tensor) -> Attend:
-    """Ours, with a bucket for every pair."""
-    bias = mg.BucketBias(index[None], torch.zeros(HEADS, BUCKETS))
-
-    def attend(inputs: Inputs) -> Tensor:
-        q, k, v = (x.view(1, -1, HEADS, HEAD_DIM).transpose(1, 2) for x in inputs[:3])
-        out = mg.biased_attention(q, k, v, replace(bias, table=inputs[3]))
-        return out.transpose(1, 2).reshape(-1, DIM)
-
-    return attend
-
-
 def measure_blocks(part: int) -> dict[str, Any]:
     """Listed pairs and the dense path, where one block in ``part`` attends."""
     torch.manual_seed(SEED)
@@ -228,7 +220,7 @@ def measure_blocks(part: int) -> dict[str, Any]:
         columns = torch.randperm(NODES // BLOCK)[: NODES // BLOCK // part, None] * BLOCK + torch.arange(BLOCK)
         index[rows, columns.flatten()] = torch.randint(BUCKETS, (BLOCK, columns.numel()), dtype=torch.uint8)
     edges = (index != MASKED_BUCKET).nonzero().t()
-    both = {"listed": ours(edges, index[tuple(edges)], NODES), "dense": dense(index)}
+    both = {"listed": ours(edges, index[tuple(edges)], NODES), "dense": with_buckets(index[None])}
     error = relative_error(*(run(attend, inputs, d_out) for attend in both.values()))
     assert error < 1e-4, f"the two do not compute the same: {error:.1e}"
     seconds: dict[str, list[float]] = {key: [] for key in both}

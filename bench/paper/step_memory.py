@@ -185,7 +185,7 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
         for name, peak in peaks.items():
             took = "no memory" if peak is None else f"{peak / MIB:.0f} MiB, {median(seconds[name]):.3f} s"
             print(f"  {name}: {took}")
-        if peaks["eager"]:  # which may not fit, and a small step fits into what compiling took
+        if peaks["eager"]:  # which may not fit
             parts = {
                 "memory": (peaks["ours"] / peaks["eager"], MEMORY),
                 "time": (median(seconds["ours"]) / median(seconds["eager"]), TIME),

@@ -231,7 +231,7 @@ def _across(emit: Callable[..., ir.Value]) -> Any:
     def codegen(context, builder, signature, args):
         (x,) = args
         for distance in (4, 2, 1):
-            lanes = ir.Constant(_WORDS, [(lane + distance) % LANES for lane in range(LANES)])
+            lanes = _lanes(*((lane + distance) % LANES for lane in range(LANES)))
             x = emit(builder, x, builder.shuffle_vector(x, x, lanes))
         return builder.extract_element(x, ir.IntType(32)(0))
 
@@ -401,7 +401,7 @@ def _transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """Of an 8 x 8 matrix, in three rounds of shuffles within and across halves."""
 
     def shuffle(a, b, lanes):
-        return builder.shuffle_vector(a, b, ir.Constant(_WORDS, lanes))
+        return builder.shuffle_vector(a, b, _lanes(*lanes))
 
     pairs, quads = [], []
     for i in range(0, 8, 2):
