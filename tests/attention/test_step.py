@@ -99,9 +99,15 @@ def test_many_tiles(form, small_tiles):
     assert_matches(run_steps(problem), problem)
 
 
-@pytest.mark.parametrize("dtype", [EXACT, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("H", [1, 3, 9])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "H", "dtype"),
+    [
+        (form, H, (EXACT, torch.float32, torch.float16)[(i + j) % 3])
+        for i, form in enumerate(FORMS)
+        for j, H in enumerate([1, 3, 9])
+    ],
+    ids=str,
+)
 def test_heads_need_not_fill_their_groups(form, H, dtype):
     problem = make_problem(form, Shape(33, 50, 13, B=1, H=H), dtype=dtype)
     assert_matches(run_steps(problem), problem)
@@ -157,9 +163,9 @@ def test_heads_that_share_a_program(form, H, D, dropout_p, small_tiles, monkeypa
     """Eight heads to a program, of which some do not exist; D with and without room for a column of ones; a softmax
     that is carried over three steps, of several tiles each."""
     monkeypatch.setattr(kernels.tiles, "heads_of_program", lambda H, itemsize: 8)
-    M, N = 18, 109
+    M, N = 18, 73
     problem = make_problem(form, Shape(M, N, D, B=1, H=H), dropout_p=dropout_p)
-    columns = torch.arange(N, device=DEVICE).split(40)
+    columns = torch.arange(N, device=DEVICE).split(25)
     steps = [(block, [(0, int(block[0]), len(block))]) for block in columns]
     assert_matches(run_steps(problem, steps), problem)
 
