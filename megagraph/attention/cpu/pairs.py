@@ -8,7 +8,7 @@ multiply-adds forward, and one exponential for all eight heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -48,7 +48,7 @@ from megagraph.attention.cpu.simd import (
     splat,
     store,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, Plane, memory, place_of, plane, side_by_side
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, memory, place_of, plane, side_by_side
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
@@ -206,12 +206,8 @@ def _backward_keys(first, last, call, planes, rows, added, scratch):
     (k, v, dk, dv), (q_t, d_out_t, lse, delta) = borrowed(planes), borrowed(rows)
     M, H, D, num = work.M, work.H, work.D, q_t.dtype.type
     width, groups, starts = padded(D), -(-H // LANES), lists.key_starts
-    size, zero, minus_inf, num_columns = (
-        LANES * width,
-        num(0),
-        num(-np.inf),
-        (len(starts) - 1) // (1 if work.shared else work.S),
-    )
+    size, zero, minus_inf = LANES * width, num(0), num(-np.inf)
+    num_columns = (len(starts) - 1) // (1 if work.shared else work.S)
     k_t, v_t, dk_t, dv_t, own, p_t, ds_t, lane, places = borrowed(scratch)
     for segment in range(len(work.segments)):
         first_key, first_column, length = work.segments[segment]
@@ -317,9 +313,16 @@ def _costs(starts: np.ndarray, work: Work) -> np.ndarray:
     return (np.diff(starts) + 2) * (num_groups(work.H) * (work.S if work.shared else 1))
 
 
-def _scratch(compute: torch.dtype, *sizes: int) -> list[tuple[np.ndarray, ...]]:
-    """For each thread arrays of so many vectors, and the places of a chunk."""
-    return [(*zeros(compute, *sizes), np.zeros(CHUNK, np.int64)) for _ in range(torch.get_num_threads())]
+def _walk(run: Callable[..., None], costs: np.ndarray, compute: torch.dtype, *sizes: int) -> None:
+    """run(chunk, first, last, scratch) in threads; each has arrays of so many vectors, and the places of a chunk."""
+    free = [(*zeros(compute, *sizes), np.zeros(CHUNK, np.int64)) for _ in range(torch.get_num_threads())]
+
+    def run_with_scratch(chunk: int, first: int, last: int) -> None:
+        scratch = free.pop()
+        run(chunk, first, last, scratch)
+        free.append(scratch)
+
+    in_threads(run_with_scratch, costs, PAIRS_PER_THREAD)
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
@@ -331,14 +334,12 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
         out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
     keys, rows = in_lanes(compute, k, v), _TOGETHER * up(work.D)
-    free = _scratch(compute, rows, rows, _TOGETHER, _TOGETHER, _TOGETHER * CHUNK, 1)
 
-    def run(_: int, first: int, last: int) -> None:
-        scratch = free.pop()
+    def run(_: int, first: int, last: int, scratch: tuple) -> None:
         _forward(first, last, call, planes, keys, (state.first, state.last), scratch)
-        free.append(scratch)
 
-    in_threads(run, _costs(call[1].row_starts, work), PAIRS_PER_THREAD)
+    sizes = rows, rows, _TOGETHER, _TOGETHER, _TOGETHER * CHUNK, 1
+    _walk(run, _costs(call[1].row_starts, work), compute, *sizes)
     if state.out is not None and out is not None and state.out is not out:
         state.out.copy_(out)
 
@@ -351,15 +352,15 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     q, k, v, d_out = (x.to(compute) for x in (q, k, v, gradients.d_out))
     d_pairs = torch.zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else (0,), dtype=compute)
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), 0 if d_learned is None else len(bias.learned)), np.float64)
-    *rows, k_t, v_t = in_lanes(compute, q, d_out, gradients.lse, gradients.delta, k, v, scale=step.scale)
+    lanes = in_lanes(compute, q, d_out, gradients.lse, gradients.delta, k, v, scale=step.scale)
+    rows, keys, added = lanes[:4], lanes[4:], gradients.accumulate
     with _written(gradients.dq, compute) as dq:
-        sums, added = (d_tables, d_pairs.numpy()), gradients.accumulate
-        _run_rows(compute, call, tuple(rows), (k_t, v_t), plane(dq, compute), added, sums)
+        _run_rows(compute, call, (rows, keys, plane(dq, compute)), added, (d_tables, d_pairs.numpy()))
     if not gradients.accumulate and work.segments[:, 2].sum() < work.num_keys:
         for x in (gradients.dk, gradients.dv):  # keys of no segment
             x.zero_()
     with _written(gradients.dk, compute) as dk, _written(gradients.dv, compute) as dv:
-        _run_keys(compute, call, tuple(plane(x, compute) for x in (k, v, dk, dv)), tuple(rows), added)
+        _run_keys(compute, call, tuple(plane(x, compute) for x in (k, v, dk, dv)), rows, added)
     if d_learned is not None and step.form == "dense":
         d_learned += d_pairs.view(d_learned.shape)
     elif d_learned is not None:
@@ -368,39 +369,25 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
 
 
 def _run_rows(
-    compute: torch.dtype,
-    call: tuple,
-    rows: tuple,
-    keys: tuple,
-    dq: Plane,
-    added: bool,
-    sums: tuple[np.ndarray, np.ndarray],
+    compute: torch.dtype, call: tuple, operands: tuple, added: bool, sums: tuple[np.ndarray, np.ndarray]
 ) -> None:
-    (work, lists, *_), (d_tables, d_pairs) = call, sums
+    (work, lists, *_), (d_tables, d_pairs), scores = call, sums, _TOGETHER * CHUNK
 
-    scores = _TOGETHER * CHUNK
+    def run(chunk: int, first: int, last: int, scratch: tuple) -> None:
+        _backward_rows(first, last, call, *operands, added, (d_tables[chunk], d_pairs), scratch)
+
     sizes = _TOGETHER * up(work.D), up(work.D), scores, scores, 1, d_tables.shape[1] // LANES
-    free = _scratch(compute, *sizes)
-
-    def run(chunk: int, first: int, last: int) -> None:
-        scratch = free.pop()
-        _backward_rows(first, last, call, rows, keys, dq, added, (d_tables[chunk], d_pairs), scratch)
-        free.append(scratch)
-
-    in_threads(run, _costs(lists.row_starts, work), PAIRS_PER_THREAD)
+    _walk(run, _costs(lists.row_starts, work), compute, *sizes)
 
 
 def _run_keys(compute: torch.dtype, call: tuple, planes: tuple, rows: tuple, added: bool) -> None:
     work = call[0]
 
-    free = _scratch(compute, *[_TOGETHER * up(work.D)] * 4, up(work.D), *[_TOGETHER * CHUNK] * 2, 1)
-
-    def run(_: int, first: int, last: int) -> None:
-        scratch = free.pop()
+    def run(_: int, first: int, last: int, scratch: tuple) -> None:
         _backward_keys(first, last, call, planes, rows, added, scratch)
-        free.append(scratch)
 
-    in_threads(run, _costs_of_keys(call[1], work), PAIRS_PER_THREAD)
+    sizes = *[_TOGETHER * up(work.D)] * 4, up(work.D), *[_TOGETHER * CHUNK] * 2, 1
+    _walk(run, _costs_of_keys(call[1], work), compute, *sizes)
 
 
 @contextmanager
