@@ -33,7 +33,7 @@ def points(smoke: bool) -> Iterator[tuple[str, Point]]:
     for (_, heads, dim), (nodes, sequences), dtype in product(
         step_memory.MODELS["cuda"][: 1 if smoke else None],
         ((9, 2),) if smoke else ((9, 2), (145, 16), (145, 256)),
-        ("bf16",) if smoke else ("fp32", "bf16"),
+        ("bf16",) if smoke else ("fp32", "tf32", "bf16"),
     ):
         sizes = step_memory.config(2, heads=heads, dim=dim, ffn_dim=dim, **step_memory.RATES)
         yield (
@@ -44,18 +44,20 @@ def points(smoke: bool) -> Iterator[tuple[str, Point]]:
                 config=sizes,
                 targets=1,
                 feature_rows=sequences * (nodes - 1),
-                dtype=dtype,
+                dtype=dtype.replace("tf32", "fp32"),
             ),
         )
 
 
 def pytest_generate_tests(metafunc):
-    names, chosen = zip(*points(metafunc.config.getoption("--smoke")), strict=True)
-    metafunc.parametrize("point", chosen, ids=names)
+    named = dict(points(metafunc.config.getoption("--smoke")))
+    chosen = [(point, "high" if "tf32" in name else "highest") for name, point in named.items()]
+    metafunc.parametrize(("point", "products"), chosen, ids=named)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_step(point, training):
+def test_a_step(point, products, training):
+    torch.set_float32_matmul_precision(products)
     device = torch.device(DEVICE)
     model, inputs = point.make_model(device).train(training), random_inputs(point, device)
     loss = point.loss(point.forward(model, inputs))

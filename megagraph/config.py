@@ -25,7 +25,7 @@ LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not 
 SEARCH_FIELDS = ("pp", "cp", "dp", "memory_gib", "any_fit")  # what guides a search of them
 FREE_FIELDS = (  # what the numbers of a run do not depend on
     "root", "resume", "resume_step", "out", "device", "workers", "checkpoint_every", "keep", "time_limit", "lock_wait",
-    "bad_steps", "timeout", "trace", "tensorboard", "wandb", *SEARCH_FIELDS, *LAYOUT_FIELDS,
+    "bad_steps", "timeout", "trace", "tensorboard", "wandb", "cuda_graphs", *SEARCH_FIELDS, *LAYOUT_FIELDS,
 )  # fmt: skip
 
 _AT_MOST = {"seed": (1 << 63) - 1, "workers": 1024, "channels": 1024}  # others fit into 32 bits
@@ -191,6 +191,9 @@ class TrainConfig:
     shard: bool = False
     """Shard parameters and optimizer over cp x dp (fully_shard) instead of replicating them (DDP). --plan auto does
     where it is faster, or nothing else fits."""
+    cuda_graphs: bool = False
+    """On one GPU: replay the kernels of a step whose shapes came before as one CUDA graph. Faster where these take less
+    time than Python takes to call them, with short sequences; the numbers stay the same."""
     trace: bool = False
     """Trace the third to fifth step into RUN/trace/rank-0.json.gz, ... (for Perfetto and megagraph plot timeline)."""
     tensorboard: bool = False
@@ -266,12 +269,21 @@ class TrainConfig:
             raise ValueError(
                 "comm must be ring, allgather or ulysses where all pairs attend, got halo; it is for full batches"
             )
+        if self.cuda_graphs:
+            self._check_cuda_graphs()
         if self.plan != "auto":
             self.parallel_plan()
         elif self.stage_layers is not None or self.shares is not None or self.stages_per_rank != 1:
             raise ValueError(
                 "stage_layers, shares and stages_per_rank must not be given with --plan auto, which finds them"
             )
+
+    def _check_cuda_graphs(self) -> None:
+        """A step must be one call of the whole model, of tensors alone."""
+        allowed = {"plan": ("1,1,1",), "microbatches": (1,), "embedding": ("features",), "batching": ("ego", "cluster")}
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"{name} must be {' or '.join(map(str, values))} with cuda_graphs, got {value}")
 
     def parallel_plan(self) -> Plan:
         """The layout of the processes, from its fields; the inverse of ``with_plan``."""

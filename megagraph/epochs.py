@@ -63,7 +63,8 @@ def make_pipeline(
     if config.embedding == "learned" and stages[0].first:
         table = NodeTable(model.config.in_features, config.dim, seed=config.seed, replicas=replicas_of(mesh))
         table.to(device, config.parameter_dtype)
-    return Pipeline(stages, [replicate(stage, mesh, shard=plan.shard) for stage in stages], plan, mesh, table)
+    modules = [replicate(stage, mesh, shard=plan.shard) for stage in stages]
+    return Pipeline(stages, modules, plan, mesh, table, captured=config.cuda_graphs)
 
 
 def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:

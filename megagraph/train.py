@@ -176,6 +176,8 @@ class Trainer:
                 if getattr(config, board.package):
                     on_rank_zero(board.check)
             device = on_every_rank(config.torch_device)
+            if config.cuda_graphs and device.type != "cuda":
+                raise ValueError(f"cuda_graphs is for a GPU, got device {device}; leave it out")
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             check_equal("the device", {"type": device.type})

@@ -208,6 +208,17 @@ BAD_RUNS = {
         "stage_layers, shares and stages_per_rank must not be given with",
     ),
     "table of an unknown plan": (dict(plan="auto", embedding="learned"), ValueError, "expected --embedding features"),
+    "graphs without a GPU": (dict(cuda_graphs=True), ValueError, "cuda_graphs is for a GPU, got device cpu"),
+    "graphs of parts": (
+        dict(cuda_graphs=True, microbatches=2),
+        ValueError,
+        "microbatches must be 1 with cuda_graphs, got 2",
+    ),
+    "graphs of a plan to be found": (
+        dict(cuda_graphs=True, plan="auto"),
+        ValueError,
+        "plan must be 1,1,1 with cuda_graphs, got auto",
+    ),
     "folder in use, plan to be found": (
         lambda tmp_path: taken(tmp_path) | dict(plan="auto"),
         FileExistsError,

@@ -123,11 +123,16 @@ class Contender:
     def loss(self, batch: Batch, step: int) -> Tensor:
         return loss_sum(self.scores(batch, step), batch.labels) / batch.num_targets
 
+    def gradients(self, batch: Batch, step: int) -> Tensor:
+        """Of the loss, which it returns."""
+        loss = self.loss(batch, step)
+        loss.backward()
+        return loss
+
     def train_step(self, batch: Batch, step: int) -> None:
         started = time.perf_counter()
-        loss = self.loss(batch, step)
         self.optimizer.zero_grad()
-        loss.backward()
+        loss = self.gradients(batch, step)
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         loss.item()

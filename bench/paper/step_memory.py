@@ -5,11 +5,12 @@
     python -m bench.paper.step_memory losses --root DATA     # both trained on the same batches of real graphs, in fp64
 
 Steps: each contender is a process of its own, which reads its resident set before the model is made, but after a step
-of a small one, and the highest since then at the end. They make steps in turn, ROUNDS after one to warm up. Asked at
+of a small one, and the highest since then at the end. They make steps in turn, ROUNDS after two to warm up. Asked at
 the first size: memory at most MEMORY of the eager model's, time at most TIME (medians). Where there is a GPU they run
-on it, one process after the other, in bf16 too, and the peak is that of CUDA's allocator, all tensors; a contender may
-run out of memory. Before, loss and input gradient of 16 sequences are compared without dropout: they are at most CLOSE
-from the eager model's in fp32, in bf16 at most twice as far as the eager model's in bf16.
+on it, one process after the other, in bf16 too, the first model also with steps replayed as CUDA graphs, and the peak
+is that of CUDA's allocator, all tensors; a contender may run out of memory. Before, loss and input gradient of 16
+sequences are compared without dropout: they are at most CLOSE from the eager model's in fp32, in bf16 at most twice
+as far as the eager model's in bf16, in TF32 as in TF32.
 Host: two sequences of nine nodes, so that nothing computes long and a step is as long as it takes to call its
 operators; both in one process, HOST_ROUNDS steps in turn; and how many operators a step calls. Asked: at most HOST of
 the eager model's time. Without a GPU: its kernels are compiled and launched into nothing, and what of a step is not
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.host import stub_driver
@@ -44,18 +45,24 @@ from bench.paper.live_bytes import MIB
 from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, sized, write_rows
 from bench.shapes import DEVICE
+from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
 from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
+from megagraph.objective import loss_sum
+from megagraph.parallel.captured import CapturedSteps
 
 MODELS = {"cpu": ((16, 8, 64),), "cuda": ((16, 8, 64), (32, 32, 128))}  # layers, heads, d
 FULL = {"cpu": ((145, 256), (145, 64), (33, 256), (289, 64)), "cuda": ((145, 256),)}  # nodes and sequences
 SIZES = sized(FULL[DEVICE], quick=((145, 8),))
 CONTENDERS = {"cpu": ("ours", "eager"), "cuda": ("ours", "eager", "ours bf16", "eager bf16")}
+TF32 = {"cpu": (), "cuda": ("ours tf32", "eager tf32")}
+REPLAYED = {"cpu": (), "cuda": tuple(f"{name} replayed" for name in (*CONTENDERS["cuda"], *TF32["cuda"]))}
 ROUNDS, LOSS_STEPS, HOST_ROUNDS = sized((5, 20, 40), quick=(1, 5, 3))
+WARM_UP = 2
 MEMORY, TIME, HOST, LOSS, CLOSE, SEED = 0.25, 0.5, 1.2, 1e-9, 1e-3, 0
 FEATURES, CLASSES, CHANNELS = 64, 8, 4
 RATES = {"dropout": 0.1, "input_dropout": 0.1, "attention_dropout": 0.1}
@@ -68,11 +75,33 @@ def config(layers: int, **options: Any) -> ModelConfig:
 
 
 class Named(Contender):
-    """A contender by its name, which says in which precision it computes."""
+    """A contender by its name, which says in which precision it computes, and whether as a CUDA graph."""
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        super().__init__(name, model)
+        self._captured = CapturedSteps(self._loss_of, list(model.parameters())) if "replayed" in name else None
 
     def scores(self, batch: Any, step: int) -> Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.name.endswith("bf16")):
+        with self._precision():
             return super().scores(batch, step)
+
+    def _precision(self) -> torch.autocast:
+        torch.set_float32_matmul_precision("high" if "tf32" in self.name else "highest")  # until another one's scores
+        return torch.autocast(DEVICE, torch.bfloat16, enabled="bf16" in self.name)
+
+    def _loss_of(self, labels: Tensor, dropout_key: Tensor, **inputs: Tensor) -> Tensor:
+        with self._precision():
+            if isinstance(self.model, EagerANSGT):
+                scores = self.model(SimpleNamespace(**inputs))
+            else:
+                scores = self.model(**inputs, dropout_key=dropout_key)
+        return loss_sum(scores, labels)
+
+    def gradients(self, batch: Any, step: int) -> Tensor:
+        if self._captured is None:
+            return super().gradients(batch, step)
+        inputs = batch.model_inputs(dropout_keys(SEED, step, batch.sequence_ids))
+        return self._captured(batch.num_targets, inputs | {"labels": batch.labels})
 
 
 def random_batch(nodes: int, sequences: int, name: str = "ours") -> Any:
@@ -85,7 +114,7 @@ def random_batch(nodes: int, sequences: int, name: str = "ours") -> Any:
         "key_padding_mask": torch.zeros(sequences, nodes, dtype=torch.bool),
     }
     labels = torch.randint(0, CLASSES, (sequences, 1), generator=generator)
-    if name.endswith("bf16"):
+    if "bf16" in name:
         inputs["structure"] = inputs["structure"].bfloat16()
     inputs = {field: x.to(DEVICE) for field, x in inputs.items()}
     return SimpleNamespace(
@@ -134,11 +163,12 @@ def differences(sizes: tuple[int, ...]) -> dict[str, float]:
     layers, heads, dim = sizes
     given = config(layers, heads=heads, dim=dim, ffn_dim=dim)
     exact, found = contender("eager", given), {}
-    for name in CONTENDERS[DEVICE]:
+    for name in (*CONTENDERS[DEVICE], *TF32[DEVICE]):
         if name != "eager":
             found[name] = compare(contender(name, given), exact, random_batch(145, 16))
     assert found["ours"] <= CLOSE, f"ours is {found['ours']:.1e} off"
-    assert found.get("ours bf16", 0.0) <= 2 * found.get("eager bf16", 0.0), f"off by {found}"
+    for kind in ("bf16", "tf32"):
+        assert found.get(f"ours {kind}", 0.0) <= 2 * found.get(f"eager {kind}", 0.0), f"off by {found}"
     return found
 
 
@@ -154,11 +184,11 @@ def measure(
         processes[-1].start()
         other.close()
     seconds: dict[str, list[float | None]] = {name: [] for name in pipes}
-    for turn in range(ROUNDS + 1):
+    for turn in range(WARM_UP + ROUNDS):
         for name, pipe in pipes.items():
             pipe.send(True)
             spent = pipe.recv()
-            if turn:
+            if turn >= WARM_UP:
                 seconds[name].append(spent)
     found = {}
     for name, pipe in pipes.items():
@@ -176,6 +206,8 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
     for (layers, heads, dim), (nodes, sequences) in product(MODELS[DEVICE], sizes):
         off = differences((layers, heads, dim))
         names, found = CONTENDERS[DEVICE], {}
+        if not rows:
+            names += REPLAYED[DEVICE]
         for together in [names] if DEVICE == "cpu" else [(name,) for name in names]:
             found |= measure(together, (layers, heads, dim), nodes, sequences)
         seconds, peaks = ({name: of[i] for name, of in found.items()} for i in (0, 1))

@@ -38,6 +38,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
 from megagraph.models.layers import Context
 from megagraph.models.transformer import GraphTransformer
+from megagraph.parallel.captured import CapturedSteps
 from megagraph.parallel.delivery import copied_ahead
 from megagraph.parallel.embedding import NodeTable
 from megagraph.planner.plan import Plan
@@ -173,6 +174,7 @@ class Pipeline:
         modules: every stage, or a wrapper that reduces its gradients, for training.
         table: of learned features, where this rank has the first stage.
         mesh: with the dim pp; ``None`` for one process.
+        captured: replay the steps of one stage, of all layers, as CUDA graphs.
     """
 
     def __init__(
@@ -182,6 +184,8 @@ class Pipeline:
         plan: Plan,
         mesh: DeviceMesh | None = None,
         table: NodeTable | None = None,
+        *,
+        captured: bool = False,
     ) -> None:
         self.stages, self.modules, self.plan, self.mesh, self.table = stages, modules, plan, mesh, table
         self.config, self.device = stages[0].model.config, stages[0].device
@@ -190,6 +194,7 @@ class Pipeline:
         for stage in stages:
             stage.through_host = through_host
         self._schedules: dict[tuple, tuple[Schedule, list[_Part]]] = {}
+        self._captured = CapturedSteps(self._loss_of, self.parameters(), ("features", "degrees")) if captured else None
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's stages, by their names in the whole model; without the table."""
@@ -224,6 +229,11 @@ class Pipeline:
             this rank's share of the global loss, the mean over the targets; 0 unless it has the last stage.
         """
 
+        if self._captured is not None:
+            inputs = self._inputs(batch, dropout_key, loss)
+            embedded, setting = inputs.pop("embedded"), inputs.pop("setting")
+            return self._captured(batch.num_targets, inputs | embedded._asdict(), setting=setting)
+
         def share(scores: Tensor, labels: Tensor) -> Tensor:
             return loss(scores, labels) / batch.num_targets
 
@@ -237,6 +247,9 @@ class Pipeline:
         value = self._run(batch, inputs)
         self.table.add_gradient(route, inputs["features_grad"])
         return value
+
+    def _loss_of(self, *, features: Tensor, degrees: Tensor, node_index: Tensor, **inputs: Any) -> Tensor:
+        return self.stages[0](embedded=Embedded(features, degrees, node_index), **inputs)
 
     def _run(self, batch: Batch, inputs: dict[str, Any]) -> Tensor:
         if self._group is None:
