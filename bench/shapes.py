@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias
+from megagraph.data.structure import aligned_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -129,14 +130,6 @@ def input_sets(case: Case) -> list[Inputs]:
         count = min(math.ceil(3 * cache_bytes / sets[0].nbytes), MAX_SETS)
         sets += [make_inputs(case, seed) for seed in range(1, count)]
     return sets
-
-
-def aligned_rows(x: Tensor) -> Tensor:
-    """The same values, every row starting at a multiple of 16 elements, as a loader lays them out."""
-    N = x.shape[-1]
-    if N % 16 == 0:
-        return x
-    return x.new_zeros(*x.shape[:-1], -(-N // 16) * 16)[..., :N].copy_(x)
 
 
 def make_bias(form: str, data: Tensor | None, learned: tuple[Tensor, ...]) -> Bias | None:

@@ -7,7 +7,7 @@
 Steps: each contender is a process of its own, which reads its resident set before the model is made, but after a step
 of a small one, and the highest since then at the end. They make steps in turn, ROUNDS after two to warm up. Asked at
 the first size: memory at most MEMORY of the eager model's, time at most TIME (medians). Where there is a GPU they run
-on it, one process after the other, in bf16 too, the first model also with steps replayed as CUDA graphs, and the peak
+on it, one after the other, in bf16 too, the first model also with steps replayed as CUDA graphs, and the peak
 is that of CUDA's allocator, all tensors; a contender may run out of memory. Before, loss and input gradient of 16
 sequences are compared without dropout: they are at most CLOSE from the eager model's in fp32, in bf16 at most twice
 as far as the eager model's in bf16, in TF32 as in TF32.
@@ -24,6 +24,7 @@ losses 4 layers of 64, batches of 32 targets, AdamW, 2e-4.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from itertools import product
@@ -49,6 +50,7 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
+from megagraph.data.structure import aligned_rows
 from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT
@@ -117,6 +119,7 @@ def random_batch(nodes: int, sequences: int, name: str = "ours") -> Any:
     if "bf16" in name:
         inputs["structure"] = inputs["structure"].bfloat16()
     inputs = {field: x.to(DEVICE) for field, x in inputs.items()}
+    inputs["structure"] = aligned_rows(inputs["structure"])
     return SimpleNamespace(
         **inputs,
         labels=labels.to(DEVICE),
@@ -136,22 +139,45 @@ def contender(name: str, given: ModelConfig) -> Contender:
     return Named(name, eager.to(DEVICE))
 
 
-def _worker(pipe: Connection, name: str, sizes: tuple[int, ...], nodes: int, sequences: int) -> None:
-    torch.set_num_threads(2)
-    layers, heads, dim = sizes
-    widths = {"heads": heads, "dim": dim, "ffn_dim": dim}
-    contender(name, config(1, **widths, **RATES)).train_step(random_batch(9, 2, name), 0)  # loads what is compiled
-    before = forget_peak()
-    own, batch = contender(name, config(layers, **widths, **RATES)), random_batch(nodes, sequences, name)
-    step = 0
-    while pipe.recv():
+class Steps:
+    """Those of a contender, one after the other, and the most memory that they take."""
+
+    def __init__(self, name: str, sizes: tuple[int, ...], nodes: int, sequences: int) -> None:
+        layers, heads, dim = sizes
+        widths = {"heads": heads, "dim": dim, "ffn_dim": dim}
+        torch.set_num_threads(2)
+        contender(name, config(1, **widths, **RATES)).train_step(random_batch(9, 2, name), 0)  # loads what is compiled
+        self._before = self._bytes_before()
+        self._own = contender(name, config(layers, **widths, **RATES))
+        self._batch, self._step = random_batch(nodes, sequences, name), 0
+
+    def seconds(self) -> float | None:
+        """Of the next step; ``None`` where there is not enough memory."""
         try:
-            own.train_step(batch, step)
-            pipe.send(own.seconds[-1])
+            self._own.train_step(self._batch, self._step)
         except torch.OutOfMemoryError:
-            pipe.send(None)
-        step += 1
-    pipe.send(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else peak_resident() - before)
+            return None
+        self._step += 1
+        return self._own.seconds[-1]
+
+    def peak_bytes(self) -> int:
+        return (torch.cuda.max_memory_allocated() if DEVICE == "cuda" else peak_resident()) - self._before
+
+    @staticmethod
+    def _bytes_before() -> int:
+        if DEVICE == "cpu":
+            return forget_peak()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+
+
+def _worker(pipe: Connection, *given: Any) -> None:
+    steps = Steps(*given)
+    while pipe.recv():
+        pipe.send(steps.seconds())
+    pipe.send(steps.peak_bytes())
 
 
 def differences(sizes: tuple[int, ...]) -> dict[str, float]:
@@ -175,26 +201,40 @@ def differences(sizes: tuple[int, ...]) -> dict[str, float]:
 def measure(
     names: tuple[str, ...], sizes: tuple[int, ...], nodes: int, sequences: int
 ) -> dict[str, tuple[list[float], int | None]]:
-    """Seconds of each contender's steps, in turn, and its peak bytes; ``None`` where it runs out of memory."""
+    """Seconds of each contender's steps and its peak bytes; ``None`` where it runs out of memory."""
+    taken = _taken_alone if DEVICE == "cuda" else _taken_in_turn
+    found = {}
+    for name, (seconds, peak) in taken(names, sizes, nodes, sequences).items():
+        spent = [x for x in seconds[WARM_UP:] if x is not None]
+        found[name] = (spent, peak if len(spent) == ROUNDS else None)
+    return found
+
+
+def _taken_alone(names: tuple[str, ...], *given: Any) -> dict[str, tuple[list[float | None], int]]:
+    found = {}
+    for name in names:
+        steps = Steps(name, *given)
+        found[name] = ([steps.seconds() for _ in range(WARM_UP + ROUNDS)], steps.peak_bytes())
+        del steps
+    return found
+
+
+def _taken_in_turn(names: tuple[str, ...], *given: Any) -> dict[str, tuple[list[float | None], int]]:
     pipes, processes, spawn = {}, [], mp.get_context("spawn")
     for name in names:
         pipes[name], other = spawn.Pipe()
-        given = (other, name, sizes, nodes, sequences)
-        processes.append(spawn.Process(target=_worker, args=given, daemon=True))
+        processes.append(spawn.Process(target=_worker, args=(other, name, *given), daemon=True))
         processes[-1].start()
         other.close()
     seconds: dict[str, list[float | None]] = {name: [] for name in pipes}
-    for turn in range(WARM_UP + ROUNDS):
+    for _ in range(WARM_UP + ROUNDS):
         for name, pipe in pipes.items():
             pipe.send(True)
-            spent = pipe.recv()
-            if turn >= WARM_UP:
-                seconds[name].append(spent)
+            seconds[name].append(pipe.recv())
     found = {}
     for name, pipe in pipes.items():
         pipe.send(False)
-        peak, spent = pipe.recv(), [x for x in seconds[name] if x is not None]
-        found[name] = (spent, peak if len(spent) == ROUNDS else None)
+        found[name] = (seconds[name], pipe.recv())
     for process in processes:
         process.join()
     return found
@@ -205,11 +245,8 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
     rows = []
     for (layers, heads, dim), (nodes, sequences) in product(MODELS[DEVICE], sizes):
         off = differences((layers, heads, dim))
-        names, found = CONTENDERS[DEVICE], {}
-        if not rows:
-            names += REPLAYED[DEVICE]
-        for together in [names] if DEVICE == "cpu" else [(name,) for name in names]:
-            found |= measure(together, (layers, heads, dim), nodes, sequences)
+        names = CONTENDERS[DEVICE] + (() if rows else REPLAYED[DEVICE])
+        found = measure(names, (layers, heads, dim), nodes, sequences)
         seconds, peaks = ({name: of[i] for name, of in found.items()} for i in (0, 1))
         row = {"layers": layers, "heads": heads, "dim": dim, "nodes": nodes, "sequences": sequences, "unit": "s"}
         rows.append(row | {"seconds": seconds, "peak_bytes": peaks, "difference": off})

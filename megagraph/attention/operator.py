@@ -155,9 +155,15 @@ def make_step(
         dropout_p=dropout_p,
         dropout_key=None if dropout_p == 0.0 or dropout_key is None else dropout_key.contiguous(),
         first_head=first_head,
-        tf32=q.is_cuda and q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        tf32=q.is_cuda and q.dtype == torch.float32 and products_are_tf32(),
         **lists,
     )
+
+
+@torch.compiler.assume_constant_result  # dynamo cannot read it, and compiles again where it has changed
+def products_are_tf32() -> bool:
+    """Whether products of fp32 on a GPU may be of inputs rounded to TF32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:

@@ -239,6 +239,14 @@ def _aligned(shape: tuple[int, ...], fill: float, dtype: type) -> np.ndarray:
     return np.full((*shape[:-1], columns), fill, dtype)[..., : shape[-1]]
 
 
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same values, laid out as those of a batch: every row [N] begins at a multiple of 16 columns."""
+    columns = -(-x.shape[-1] // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+    if columns == x.shape[-1]:
+        return x
+    return x.new_zeros(*x.shape[:-1], columns)[..., : x.shape[-1]].copy_(x)
+
+
 def _tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
     """What ``_aligned`` gave, with the memory between the rows up to the end of the last one; maybe rounded."""
     return torch.from_numpy(array.base).to(dtype)[..., : array.shape[-1]]

@@ -16,7 +16,13 @@ import megagraph as mg
 from bench.processes import forget_peak, peak_resident
 from megagraph.attention.cpu import tiles
 from megagraph.attention.engines import choose
-from megagraph.attention.operator import _attention, attention_step_, attention_step_backward_, make_step
+from megagraph.attention.operator import (
+    _attention,
+    attention_step_,
+    attention_step_backward_,
+    make_step,
+    products_are_tf32,
+)
 from megagraph.attention.step import Gradients, State
 from tests.problems import (
     CLOSE,
@@ -227,7 +233,7 @@ def test_opcheck_of_a_step(form, impl):
     q, k, v = problem.q, problem.k, problem.v
     step = make_step(q, problem.bias, problem.padding, None, 0.3, problem.dropout_key, impl, False)
     arguments = (q, k, v, *replace(step, segments=[(0, 0, 3), (3, 4, 3)]).flat())
-    m, l, lse, delta = torch.rand(4, *q.shape[:3])
+    m, l, lse, delta = torch.rand(4, *q.shape[:3], device=q.device)
     state = State(first=False, last=False, m=m, l=l, acc=torch.rand_like(q), out=torch.rand_like(q), lse=lse)
     for last in (False, True):
         torch.library.opcheck(attention_step_, (*arguments, *state.at(first=False, last=last).flat()))
@@ -273,6 +279,19 @@ def test_compiles(form):
     assert got.keys() == want.keys()
     for name, x in got.items():
         torch.testing.assert_close(x, want[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_compiled_code_follows_how_products_are_rounded():
+    def rounded(x):
+        return x + products_are_tf32()
+
+    before, compiled = torch.get_float32_matmul_precision(), torch.compile(rounded, fullgraph=True, backend="eager")
+    try:
+        for precision, tf32 in [("highest", 0), ("high", 1), ("highest", 0)]:
+            torch.set_float32_matmul_precision(precision)
+            assert compiled(torch.zeros(())).item() == rounded(torch.zeros(())).item() == tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

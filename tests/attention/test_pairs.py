@@ -259,7 +259,7 @@ def test_edges_of_torch_geometric_are_pairs():
     mixed = torch.randperm(len(queries))
     edge_index, edge_attr = torch.stack([keys, queries])[:, mixed], dense.bias.index[0][pairs[0]][mixed]
     index = to_torch_csr_tensor(edge_index.flip(0), edge_attr, size=(31, 31))
-    bias = BucketBias(index, given.bias.table)
+    bias = BucketBias(index.to(given.q.device), given.bias.table)
     assert torch.equal(bias.index, given.bias.index) and torch.equal(bias.relation.columns, given.bias.relation.columns)
 
 

@@ -12,7 +12,7 @@ from megagraph.attention.bias import BorderedData
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
-from megagraph.data.structure import PADDING
+from megagraph.data.structure import PADDING, aligned_rows
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
@@ -199,7 +199,6 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     inputs = {
         "features": torch.rand(point.feature_rows, config.in_features, generator=generator),
         "node_index": torch.randint(0, point.feature_rows, (m, n - tokens), generator=generator),
-        "structure": structure,
         "key_padding_mask": padding,
         "dropout_key": dropout_keys(0, 0, torch.arange(m)),
     }
@@ -207,6 +206,8 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
         inputs["degrees"] = torch.randint(0, config.max_degree + 1, (point.feature_rows,), generator=generator)
     layout = NodeLayout(n - point.num_super, point.num_super) if point.pairs else None
     moved = {name: x.to(device) for name, x in inputs.items()}
+    structure = structure.to(device)
+    moved["structure"] = aligned_rows(structure) if isinstance(structure, Tensor) else structure
     return moved | {"num_targets": point.targets, "layout": layout}
 
 
