@@ -205,7 +205,7 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     if point.model == "graphormer":
         inputs["degrees"] = torch.randint(0, config.max_degree + 1, (point.feature_rows,), generator=generator)
     layout = NodeLayout(n - point.num_super, point.num_super) if point.pairs else None
-    moved = {name: x.to(device) for name, x in inputs.items()}
+    moved: dict[str, Any] = {name: x.to(device) for name, x in inputs.items()}
     structure = structure.to(device)
     moved["structure"] = aligned_rows(structure) if isinstance(structure, Tensor) else structure
     return moved | {"num_targets": point.targets, "layout": layout}
