@@ -27,7 +27,7 @@ from bench.provenance import PACKAGE, RESULTS, device_folder, sized, write_rows
 from bench.tables import markdown
 
 CLOSE, POINTS = 1e-4, 0.02
-EPOCHS = sized((15, 2, 60, 30), quick=(1, 1, 2, 1))
+EPOCHS = sized((4, 1, 60, 15), quick=(1, 1, 2, 1))
 _SHARED = "--dataset ROOT:cora --batching cluster --sequence-nodes 512 --batch-size 4 --layers 4 --epochs 4 --seed 0"
 RUNS = {  # processes, and flags
     "citeseer": (1, f"--dataset ROOT:citeseer --epochs {EPOCHS[0]} --workers 2"),
