@@ -152,9 +152,32 @@ def expected(problem: Problem, attend=reference.biased_attention) -> dict[str, T
     return dict(zip(names, (out.detach(), lse.detach(), *grads), strict=False))  # no d_learned without a bias
 
 
-def plain_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key):
+class _CutProduct(torch.autograd.Function):
+    """a b of fp32 as tensor cores take it: without the last 13 bits of each number, which are cut off, not rounded."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return _cut(a) @ _cut(b)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = (_cut(x).mT for x in ctx.saved_tensors)
+        return _cut(gradient) @ b, a @ _cut(gradient)
+
+
+def _cut(x: Tensor) -> Tensor:
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def tf32_attention(*arguments):
+    """``plain_attention`` in TF32, of any size: PyTorch's own products are exact where matrices are small."""
+    return plain_attention(*arguments, product=_CutProduct.apply)
+
+
+def plain_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_key, product=torch.matmul):
     """The reference's formula, with every intermediate in q's dtype."""
-    s = scale * (q @ k.transpose(-1, -2))
+    s = scale * product(q, k.transpose(-1, -2))
     if bias is not None:
         s = s + bias.materialize()
     if key_padding_mask is not None:
@@ -166,7 +189,7 @@ def plain_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_k
         rows, columns = (torch.arange(n, device=q.device) for n in s.shape[-2:])
         keep = keep_mask(row_keys(dropout_key, q.shape[1], rows), columns, dropout_p)
         p = p * keep / (1.0 - dropout_p)
-    return p @ v, s.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
+    return product(p, v), s.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), -torch.inf)
 
 
 @torch.no_grad()
@@ -218,8 +241,8 @@ def moved(problem: Problem, seed: int) -> Problem:
     return replace(problem, bias=bias, **given)
 
 
-def assert_matches(got: dict[str, Tensor], problem: Problem, learned_grad: bool = True):
-    """fp64 to 1e-10; else within twice (the error of plain PyTorch in the same dtype + rounding).
+def assert_matches(got: dict[str, Tensor], problem: Problem, learned_grad: bool = True, plain=plain_attention):
+    """fp64 to 1e-10; else within twice (the error of ``plain`` PyTorch in the same dtype + rounding).
 
     That error, the largest of what may be six numbers, is luck: what exceeds it is held against the largest of
     ``EAGER_DRAWS`` problems a thousandth off. Where fp32 stands in for fp64, each term of a sum, which may cancel,
@@ -238,7 +261,7 @@ def assert_matches(got: dict[str, Tensor], problem: Problem, learned_grad: bool 
     sums = norms(to(problem, dtype=torch.float64)) if stands_in else dict.fromkeys(got, 0.0)
     eps, single = torch.finfo(problem.q.dtype).eps, torch.finfo(torch.float32).eps
     largest = {name: x.masked_fill(x == -torch.inf, 0.0).abs().max().item() for name, x in want.items()}
-    error, eager = (distances(x, want) for x in (rounded, expected(problem, attend=plain_attention)))
+    error, eager = (distances(x, want) for x in (rounded, expected(problem, attend=plain)))
 
     def over() -> list[str]:
         budget = {name: 2 * (eager[name] + eps * largest[name] + single * sums[name]) for name in error}
@@ -252,6 +275,6 @@ def assert_matches(got: dict[str, Tensor], problem: Problem, learned_grad: bool 
         if not over():
             return
         other = moved(problem, seed)
-        drawn = distances(expected(other, attend=plain_attention), expected(to(other, dtype=torch.float64)))
+        drawn = distances(expected(other, attend=plain), expected(to(other, dtype=torch.float64)))
         eager = {name: max(x, drawn[name]) for name, x in eager.items()}
     assert not over(), "; ".join(over())

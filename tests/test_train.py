@@ -334,7 +334,8 @@ def test_command_line_errors(arguments, message):
 
 def torchrun(processes, *arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, env=environment)
 
 
