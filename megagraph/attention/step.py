@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 T = TypeVar("T", bound="Arguments")
 Segments = list[tuple[int, int, int]]  # (key_start, column_start, length) of each
@@ -26,7 +27,7 @@ _IN_SCHEMA: dict[Any, str] = {
 }
 
 
-def _names(kind: type) -> list[str]:
+def _names(kind: Any) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
@@ -45,7 +46,11 @@ class Arguments:
 
     def flat(self) -> tuple[Any, ...]:
         """The fields in order."""
-        return tuple(vars(self).values())
+        return tuple(self.values().values())
+
+    def values(self) -> dict[str, Any]:
+        """By name. The compiler of PyTorch 2.11 knows no ``vars``, which take half the time of anything else."""
+        return {name: getattr(self, name) for name in _names(self)} if is_compiling() else vars(self)
 
     @classmethod
     def read(cls: type[T], values: Iterator[Any]) -> T:
@@ -85,7 +90,7 @@ class Step(Arguments):
     column_ids: Tensor | None = None  # int32 [N], global column of each of these; None: the same
 
     def flat(self) -> tuple[Any, ...]:
-        values = vars(self) | {"segments": [number for segment in self.segments for number in segment]}
+        values = self.values() | {"segments": [number for segment in self.segments for number in segment]}
         return tuple(values.values())
 
     @classmethod
@@ -100,11 +105,11 @@ class Step(Arguments):
 
     def but(self, **values: Any) -> Step:
         """This step with other values; ``dataclasses.replace`` takes twice as long."""
-        return Step(**(vars(self) | values))
+        return Step(**(self.values() | values))
 
     def split(self) -> tuple[dict[str, Any], tuple[Tensor | None, ...]]:
         """Its other fields, and its tensors, which autograd keeps."""
-        values = dict(vars(self))
+        values = dict(self.values())
         return values, tuple(values.pop(name) for name in _TENSORS)
 
     @classmethod
@@ -161,7 +166,7 @@ class Gradients(Arguments):
 
     def but(self, **values: Any) -> Gradients:
         """These with others in place of some."""
-        return Gradients(**(vars(self) | values))
+        return Gradients(**(self.values() | values))
 
 
 @dataclass(frozen=True, kw_only=True)
