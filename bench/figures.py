@@ -62,6 +62,12 @@ def readme(at: At) -> Iterator[str]:
     regret = max(row["chosen / fastest"] for row in beds) - 1
     chosen = "the fastest was chosen" if regret == 0 else f"the chosen one within {100 * regret:.0f} % of the fastest"
     yield f"rank correlation {low:.2f} to {high:.2f}; {chosen}"
+    (deep,) = at("nvidia-h200/step_memory.json")
+    ours, eager = (
+        f"{1e3 * median(deep['seconds'][name]):.0f} ms and {deep['peak_bytes'][name] / GIB:.1f} GiB"
+        for name in ("ours bf16 replayed", "eager bf16 replayed")
+    )
+    yield f"| {ours}; eager ANS-GT {eager} |"
     kills = at("cpu/restarts.json")
     yield f"{sum(row['holds'] for row in kills)} of {len(kills)} runs went on to the same bits"
     yield f"{by(at('cpu/package.json'), what='megagraph')['value']:.0f} MB with torch"
@@ -177,16 +183,35 @@ def gpu(at: At) -> Iterator[str]:
 def deep_step(at: At) -> Iterator[str]:
     """Of 16 layers on a GPU, and what a step costs the host."""
     (row,) = at("nvidia-h200/step_memory.json")
-    for name, words in (("ours", "HierarchicalGT"), ("eager", "eager ANS-GT")):
+    for name, replayed, words in (
+        ("ours", "", "HierarchicalGT"),
+        ("ours", " replayed", "the same, replayed"),
+        ("eager", "", "eager ANS-GT"),
+        ("eager", " replayed", "the same, replayed"),
+    ):
         cells = []
-        for kind in (name, f"{name} bf16"):
+        for kind in (f"{name}{precision}{replayed}" for precision in ("", " tf32", " bf16")):
+            if kind not in row["seconds"]:
+                cells.append("-")
+                continue
             low, middle, high = (1e3 * x for x in np.quantile(row["seconds"][kind], (0, 0.5, 1)))
             cells.append(f"{middle:.0f} ms ({low:.0f} to {high:.0f}), {row['peak_bytes'][kind] / MIB:,.0f} MiB")
         yield f"| {words} | {' | '.join(cells)} |"
+    yield "{:.2f} of the time of eager ANS-GT in bf16, {:.2f} of its replayed steps".format(*replayed_parts(row))
+    off = {name: 100 * x for name, x in row["difference"].items()}
+    text = "in bf16 {ours bf16:.1f} % (eager ANS-GT {eager bf16:.1f} %), in TF32 {ours tf32:.2f} % (eager ANS-GT "
+    yield text.format(**off) + "{:.2f} %)".format(off["eager tf32"])
     (host,) = at("cpu/step_host.json")
     ours, eager = (median(host["seconds"][name]) for name in ("ours", "eager"))
     yield f"costs the host {ours / eager:.1f} times what eager ANS-GT's does"
     yield f"with {host['calls']['ours']} operators instead of {host['calls']['eager']:,}"
+
+
+def replayed_parts(row: dict[str, Any]) -> list[float]:
+    """Of a step in bf16 that is replayed, the part of eager ANS-GT's time, called and replayed."""
+    names = ("ours bf16 replayed", "eager bf16", "eager bf16 replayed")
+    ours, called, again = (median(row["seconds"][name]) for name in names)
+    return [ours / called, ours / again]
 
 
 def large(at: At) -> Iterator[str]:
@@ -297,8 +322,10 @@ def claims(at: At) -> Iterator[str]:
     (deep,) = at("nvidia-h200/step_memory.json")
     ours, eager = (deep["peak_bytes"][name] for name in ("ours", "eager"))
     times = [median(deep["seconds"][name]) for name in ("ours", "eager")]
-    text = "on an H200 {:.1f} of {:.1f} GB, {:.0f} % less, in {:.1f} times the time"
-    yield text.format(ours / GB, eager / GB, 100 * (1 - ours / eager), times[0] / times[1])
+    text = (
+        "on an H200 {:.1f} of {:.1f} GB, {:.0f} % less, in {:.2f} times the time, and in bf16 as a CUDA graph in {:.2f}"
+    )
+    yield text.format(ours / GB, eager / GB, 100 * (1 - ours / eager), times[0] / times[1], replayed_parts(deep)[0])
     here, rows = {"N": 2048, "direction": "forward_backward"}, at("cpu/attention/attention.json")
     ours, eager = (by(rows, contender=name, **here)["saved_bytes"] / MIB for name in ("megagraph_blocked", "eager"))
     yield f"it keeps {eager:.0f} MiB for backward"
@@ -468,10 +495,24 @@ def training(at: At) -> Iterator[str]:
     yield text.format(*kept)
 
 
+def gpus(at: At) -> Iterator[str]:
+    rows = at("nvidia-h200/runs.json")
+    one = by(rows, run="cora, one process")["losses"]
+    off = [
+        max(abs(a - b) / abs(b) for a, b in zip(row["losses"], one, strict=True))
+        for row in rows
+        if row["processes"] > 1
+    ]
+    yield f"at most {max(off):.1e} from those of one"
+    exact, rounded = (100 * by(rows, run=name)["test_accuracy"] for name in ("citeseer", "citeseer, 16 bits"))
+    yield f"Citeseer {exact:.1f} % in fp32 and {rounded:.1f} % in bf16"
+
+
 PAGES: dict[str, Callable[[At], Iterator[str]]] = {
     "README.md": readme,
     "docs/accuracy.md": accuracy,
     "docs/claims.md": claims,
+    "docs/gpu.md": gpus,
     "docs/plans.md": plans,
     "docs/processes.md": processes,
     "docs/reliability.md": reliability,

@@ -80,7 +80,7 @@ def biased_attention(
 
     Args:
         q: [B, H, M, D] floating point, 1 <= D <= 256 (no padding needed). On CUDA products of fp32 are of inputs
-            rounded to TF32 where ``torch.backends.cuda.matmul.fp32_precision`` says so, as PyTorch's own.
+            cut to TF32 where ``torch.backends.cuda.matmul.fp32_precision`` says so; PyTorch's own are rounded to it.
         k, v: [B, H, N, D] in q's dtype.
         bias: ``DenseBias``, ``BucketBias`` or ``ProjectedBias`` of shape [B or 1, H or 1, M, N]; a float tensor of
             2 to 4 dimensions is taken as dense, as ``attn_mask`` of ``F.scaled_dot_product_attention``.
@@ -162,7 +162,7 @@ def make_step(
 
 @torch.compiler.assume_constant_result  # dynamo cannot read it, and compiles again where it has changed
 def products_are_tf32() -> bool:
-    """Whether products of fp32 on a GPU may be of inputs rounded to TF32."""
+    """Whether products of fp32 on a GPU may be in TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

@@ -80,7 +80,7 @@ class Step(Arguments):
     row_ids: Tensor | None = None  # integer [M], global row of each local row; None: the same
     first_column: int = 0  # global column of column 0 of a dense bias and the masks; dropout asks for it
     first_head: int = 0  # global number of head 0; dropout asks for it, too
-    tf32: bool = False  # products of fp32 may be of inputs rounded to TF32, as PyTorch's own are where it is told so
+    tf32: bool = False  # products of fp32 may be of inputs cut to TF32 where PyTorch's own are rounded to it
     # of a sparse bias, as ``relation.Relation`` has them; data is then [P] or [P, C], a dense learned part [P, H]
     row_starts: Tensor | None = None
     columns: Tensor | None = None
