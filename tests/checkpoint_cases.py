@@ -45,7 +45,7 @@ def graph() -> Graph:
 
 
 def config(out: Path, **changes: Any) -> mg.TrainConfig:
-    """Six steps an epoch, three epochs, dropout on."""
+    """Six steps an epoch, two epochs, dropout on."""
     small = dict(
         layers=3,
         dim=16,
@@ -54,7 +54,7 @@ def config(out: Path, **changes: Any) -> mg.TrainConfig:
         samples=2,
         sample_nodes=6,
         channels=3,
-        epochs=3,
+        epochs=2,
         batch_size=10,
         learning_rate=1e-2,
         device="cpu",
@@ -107,7 +107,7 @@ def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> di
 
 def same_plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run of four replicas, and one that is stopped twice and goes on: more than two summands have an order."""
-    plan = dict(plan="1,2,2", epochs=2)
+    plan = dict(plan="1,2,2")
     mg.Trainer(config(folder / "whole", **plan)).fit(graph())
     stopped = chain(folder, "features", (plan, plan, plan))
     return outcome(folder / "whole"), stopped
