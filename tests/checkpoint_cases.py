@@ -22,6 +22,7 @@ from megagraph.data.graph import Graph
 from megagraph.run import Run
 
 STOPS = (3, 8)  # steps; in the first epoch and in the second
+EPOCHS = 2  # of runs that stop there
 # a run goes through three plans: pipeline, ring and data parallel, other layers a stage, replicated and sharded
 TWO_PROCESSES = (
     dict(plan="2,1,1", stage_layers="1,2", microbatches=2),
@@ -45,7 +46,7 @@ def graph() -> Graph:
 
 
 def config(out: Path, **changes: Any) -> mg.TrainConfig:
-    """Six steps an epoch, two epochs, dropout on."""
+    """Six steps an epoch, three epochs, dropout on."""
     small = dict(
         layers=3,
         dim=16,
@@ -54,7 +55,7 @@ def config(out: Path, **changes: Any) -> mg.TrainConfig:
         samples=2,
         sample_nodes=6,
         channels=3,
-        epochs=2,
+        epochs=3,
         batch_size=10,
         learning_rate=1e-2,
         device="cpu",
@@ -98,7 +99,9 @@ def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> di
     run = folder / embedding
     for plan, stop in zip(plans, (*STOPS, None), strict=True):
         trainer = (
-            mg.Trainer.resume(run, **plan) if run.exists() else mg.Trainer(config(run, embedding=embedding, **plan))
+            mg.Trainer.resume(run, **plan)
+            if run.exists()
+            else mg.Trainer(config(run, embedding=embedding, epochs=EPOCHS, **plan))
         )
         with stop_at(stop):
             trainer.fit(graph())
@@ -108,7 +111,7 @@ def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> di
 def same_plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run of four replicas, and one that is stopped twice and goes on: more than two summands have an order."""
     plan = dict(plan="1,2,2")
-    mg.Trainer(config(folder / "whole", **plan)).fit(graph())
+    mg.Trainer(config(folder / "whole", epochs=EPOCHS, **plan)).fit(graph())
     stopped = chain(folder, "features", (plan, plan, plan))
     return outcome(folder / "whole"), stopped
 

@@ -24,7 +24,17 @@ from megagraph import files
 from megagraph.checkpoint import Checkpoints
 from megagraph.data.store import write_store
 from tests import ranks
-from tests.checkpoint_cases import CHAINS, config, graph, outcome, save_until_killed, small_state, stop_at, values
+from tests.checkpoint_cases import (
+    CHAINS,
+    EPOCHS,
+    config,
+    graph,
+    outcome,
+    save_until_killed,
+    small_state,
+    stop_at,
+    values,
+)
 from tests.processes import CONTEXT
 
 
@@ -246,9 +256,9 @@ def uninterrupted(tmp_path, **changes):
 @pytest.mark.parametrize(
     ("changes", "stops"),
     [
-        (dict(dtype="fp32"), (2, 3, 9)),
-        (dict(dtype="fp64", workers=1), (5,)),
-        (dict(dtype="fp32", embedding="learned"), (3,)),
+        (dict(dtype="fp32", epochs=2), (2, 3, 9)),
+        (dict(dtype="fp64", epochs=2, workers=1), (5,)),
+        (dict(dtype="fp32", epochs=2, embedding="learned"), (3,)),
         (dict(dtype="fp32", checkpoint_every=0), (7, 16)),
         (dict(dtype="fp32", max_steps=11), (10,)),
         (dict(batching="cluster", sequence_nodes=128, super_nodes=4, batch_size=1, epochs=9, dtype="fp32"), (4,)),
@@ -288,7 +298,7 @@ def assert_same_results(got, expected) -> None:
 
 @pytest.mark.parametrize(("world_size", "embedding"), [ranks.param(chain[0], *chain) for chain in CHAINS])
 def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
-    _, expected = uninterrupted(tmp_path, embedding=embedding)
+    _, expected = uninterrupted(tmp_path, embedding=embedding, epochs=EPOCHS)
     result = ranks.results(world_size)[0]
     assert_same_results(result[f"resume {embedding}"], expected)
 

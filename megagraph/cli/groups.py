@@ -36,7 +36,7 @@ GROUPS = {
         ("out", "resume", "device", "seed"),
         (
             "dtype", "workers", "resume_step", "weights", "checkpoint_every", "keep", "time_limit", "lock_wait",
-            "bad_steps", "timeout", "trace", "tensorboard", "wandb",
+            "bad_steps", "timeout", "cuda_graphs", "trace", "tensorboard", "wandb",
         ),
     ),
     "model": _Group(
