@@ -160,10 +160,14 @@ def make_step(
     )
 
 
-@torch.compiler.assume_constant_result  # dynamo cannot read it, and compiles again where it has changed
 def products_are_tf32() -> bool:
     """Whether products of fp32 on a GPU may be in TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# torch.compiler.assume_constant_result, whose import takes seconds: dynamo cannot read it, and looks itself whether it
+# has changed
+products_are_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention(step: Step, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
