@@ -272,8 +272,8 @@ DRAWN = (
     Mutant(
         "_aligned_columns",
         "megagraph/data/structure.py",
-        "return -(-layout.num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS",
-        "return (-(-layout.num_columns // _ALIGNED_COLUMNS)) + (_ALIGNED_COLUMNS)",
+        "return -(-layout.num_columns // ALIGNED_COLUMNS) * ALIGNED_COLUMNS",
+        "return (-(-layout.num_columns // ALIGNED_COLUMNS)) + (ALIGNED_COLUMNS)",
     ),
     Mutant(
         "known_nodes",

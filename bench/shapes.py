@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias
-from megagraph.data.structure import aligned_rows
+from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias, aligned_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -17,12 +17,12 @@ from torch import Tensor
 import megagraph as mg
 from bench.measure import problem, times
 from bench.shapes import DEVICE, FORMS, Case, Inputs, make_bias, square
+from megagraph.attention.bias import aligned_rows
 from megagraph.attention.comm import attend
 from megagraph.attention.context_parallel import loopback_attention
 from megagraph.attention.engines import choose
 from megagraph.attention.exchange import Loopback
 from megagraph.attention.operator import make_step
-from megagraph.data.structure import aligned_rows
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -46,11 +46,11 @@ from bench.paper.live_bytes import MIB
 from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, sized, write_rows
 from bench.shapes import DEVICE
+from megagraph.attention.bias import aligned_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
-from megagraph.data.structure import aligned_rows
 from megagraph.evaluate import batches, choose_split
 from megagraph.models.config import ModelConfig
 from megagraph.models.hierarchical import HierarchicalGT

@@ -30,6 +30,8 @@ from megagraph.attention.fields import (
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
 
+ALIGNED_COLUMNS = 16  # rows of a batch's data begin at multiples of it: a GPU then reads 16 bytes at a time
+
 B = TypeVar("B", "DenseBias", "BucketBias", "ProjectedBias")
 
 
@@ -414,6 +416,14 @@ Bias = DenseBias | BucketBias | ProjectedBias | BorderedBias
 def _shape(relation: Relation, heads: int) -> torch.Size:
     sequences, rows, columns = relation.shape
     return torch.Size((sequences, heads, rows, columns))
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """The same data, laid out as that of a batch: every row [N] begins at a multiple of ``ALIGNED_COLUMNS``."""
+    columns = -(-x.shape[-1] // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
+    if columns == x.shape[-1]:
+        return x
+    return x.new_zeros(*x.shape[:-1], columns)[..., : x.shape[-1]].copy_(x)
 
 
 def masked_table(table: Tensor) -> Tensor:

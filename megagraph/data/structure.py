@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from megagraph.attention.bias import ALIGNED_COLUMNS
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
@@ -23,7 +24,6 @@ MAX_CHANNEL_BYTES = 2**32  # of one rank's share of a batch
 _PAIRS_PER_THREAD = 2**14
 _ENTRIES_PER_THREAD = 2**16
 _PROBES = 64  # nodes
-_ALIGNED_COLUMNS = 16  # rows of the result begin at multiples of it: a GPU then reads 16 bytes at a time
 
 
 class InducedSubgraph:
@@ -230,21 +230,13 @@ def hop_distances(starts: np.ndarray, columns: np.ndarray, max_distance: int, so
 
 
 def _aligned_columns(layout: NodeLayout) -> int:
-    return -(-layout.num_columns // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+    return -(-layout.num_columns // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
 
 
 def _aligned(shape: tuple[int, ...], fill: float, dtype: type) -> np.ndarray:
     """A filled array whose rows begin at multiples of 16 columns."""
-    columns = -(-shape[-1] // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
+    columns = -(-shape[-1] // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
     return np.full((*shape[:-1], columns), fill, dtype)[..., : shape[-1]]
-
-
-def aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same values, laid out as those of a batch: every row [N] begins at a multiple of 16 columns."""
-    columns = -(-x.shape[-1] // _ALIGNED_COLUMNS) * _ALIGNED_COLUMNS
-    if columns == x.shape[-1]:
-        return x
-    return x.new_zeros(*x.shape[:-1], columns)[..., : x.shape[-1]].copy_(x)
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import BorderedData
+from megagraph.attention.bias import BorderedData, aligned_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
-from megagraph.data.structure import PADDING, aligned_rows
+from megagraph.data.structure import PADDING
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
