@@ -286,4 +286,4 @@ def test_kernels_are_compiled_ahead(tmp_path):
     assert done.returncode == 0, done.stderr
     with tarfile.open(archive) as file:
         names = {Path(name).name for name in file.getnames()}
-    assert {"narrow_fwd.cubin", "row_delta.cubin", "key_pass.cubin", "__grp__key_pass.json"} <= names
+    assert {"step_fwd.cubin", "row_delta.cubin", "key_pass.cubin", "__grp__key_pass.json"} <= names
