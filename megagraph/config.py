@@ -193,7 +193,7 @@ class TrainConfig:
     where it is faster, or nothing else fits."""
     cuda_graphs: bool = False
     """On one GPU: replay the kernels of a step whose shapes came before as one CUDA graph. Faster where these take less
-    time than Python takes to call them, with short sequences; the numbers stay the same."""
+    time than Python takes to call them, with short sequences; the numbers stay the same, but for rounding."""
     trace: bool = False
     """Trace the third to fifth step into RUN/trace/rank-0.json.gz, ... (for Perfetto and megagraph plot timeline)."""
     tensorboard: bool = False
