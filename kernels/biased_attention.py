@@ -189,8 +189,7 @@ def launch_step_bwd(
         return
     partials, d_learned = _launch_bwd(q, k, v, step, gradients, of), gradients.d_learned
     if partials is not None and d_learned is not None:  # [B, tiles, groups, GROUP, entries or channels]
-        H, num_learned = d_learned.shape
-        d_learned += partials.sum(dim=(0, 1)).flatten(0, 1)[:H, :num_learned]
+        d_learned += partials.sum(dim=(0, 1)).as_strided(d_learned.shape, (partials.shape[-1], 1))
 
 
 @planned

@@ -106,19 +106,21 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(launcher)
     def run(*arguments: Any) -> Tensor | None:
-        device, values = arguments[0].device, _fields(arguments)
-        tensors = [x for x in values if isinstance(x, Tensor)]
-        pointers = [x.data_ptr() for x in tensors]
-        geometry = (
-            launcher,
-            device,
-            *[Tensor if isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x for x in values],
-            *[(x.shape, x.stride(), x.dtype) for x in tensors],
-            *[pointer % 16 for pointer in pointers],
-        )
+        device = arguments[0].device
+        keys: list[Any] = [launcher, device]
+        given: list[Tensor] = []
+        pointers: list[int] = []
+        for x in _fields(arguments):
+            if isinstance(x, Tensor):
+                pointer, dtype = x.data_ptr(), x.dtype
+                keys += (Tensor, x.shape, x.stride(), dtype, pointer % 16)
+                pointers.append(pointer)
+                given.append(x.view(torch.uint8) if dtype == torch.bool else x)
+            else:
+                keys.append(tuple(x) if isinstance(x, list) else x)
         if len(set(pointers)) < len(pointers):  # who shares memory with whom
-            geometry += tuple(map(pointers.index, pointers))
-        given = [x.view(torch.uint8) if x.dtype == torch.bool else x for x in tensors]
+            keys += map(pointers.index, pointers)
+        geometry = tuple(keys)
         with torch.cuda.device_of(arguments[0]):
             if plan := plans.get(geometry):
                 return plan.repeat(given)

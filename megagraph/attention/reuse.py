@@ -21,10 +21,10 @@ def empty_like(x: Tensor) -> Tensor:
     """``torch.empty_like``; a large one on a CPU takes memory that another has left, if there is any of about its
     size."""
     num_bytes = x.numel() * x.itemsize
-    step = 1 << max(num_bytes.bit_length() - 4, 0)
-    size = -(-num_bytes // step) * step  # at most an eighth more, or batches of unequal length would share nothing
-    if x.device.type != "cpu" or not _LEAST <= size <= _MOST_KEPT:
+    if not _LEAST <= num_bytes <= _MOST_KEPT or x.device.type != "cpu":
         return torch.empty_like(x)
+    step = 1 << num_bytes.bit_length() - 4
+    size = -(-num_bytes // step) * step  # at most an eighth more, or batches of unequal length would share nothing
     try:
         memory = _free[size].pop()
     except IndexError:
