@@ -11,6 +11,7 @@ TRAIN = [
     "safetensors>=0.4",
     "typeguard>=4.3",
     "xxhash>=3.5",
+    "filelock>=3.12",
     "matplotlib>=3.8",
     "polars>=1.20",
     "tqdm>=4.66",

@@ -135,28 +135,33 @@ class Done:
 
 
 def make_world(world: Path, *, whole: bool = True) -> None:
-    """Make all files, by the commands themselves in this process; without ``whole`` no traces, which take a while."""
-    for folder, seed in ((world, 0), (world / "other", 1)):
-        folder.mkdir(parents=True, exist_ok=True)
-        graph = synthetic_graph(NODES, CLASSES, FEATURES, average_degree=6.0, seed=seed)
-        write_store(graph, folder / "store")
-        adjacency = sp.csr_array(
-            (np.ones(graph.num_edges), graph.indices, graph.indptr), shape=(graph.num_nodes, graph.num_nodes)
-        )
-        arrays = {"labels": graph.labels}
-        for key, matrix in {"adj": adjacency, "attr": sp.csr_array(graph.features)}.items():
-            arrays |= {f"{key}_{part}": np.array(getattr(matrix, part)) for part in ("data", "indices", "indptr")}
-            arrays[f"{key}_shape"] = np.array(matrix.shape)
-        np.savez(folder / "graph.npz", **arrays)
-        rows = synthetic.rows()
-        rows[0]["model"] = asdict(ModelConfig(in_features=8 + seed, num_classes=3, layers=8, dim=64, bias="bucket"))
-        save_rows(folder / "profile.json", rows)
-        seeded = f"{SIZES} --seed {seed} --dataset store"
-        here(folder, "fit profile.json --out cost.json")
-        here(folder, "search cost.json --world-size 4 --memory-gib 8 --pp 2 --out plan.json")
-        with _stopping():
-            here(folder, f"train {seeded} --checkpoint-every 1 --out stopped", status=75)
-        here(folder, f"train {seeded}{' --trace' if whole else ''} --out finished")
+    """All files of two graphs, those of the second in ``other``."""
+    make_files(world, 0, whole=whole)
+    make_files(world / "other", 1, whole=whole)
+
+
+def make_files(folder: Path, seed: int, *, whole: bool = True) -> None:
+    """Of a graph, by the commands themselves in this process; without ``whole`` no traces, which take a while."""
+    folder.mkdir(parents=True, exist_ok=True)
+    graph = synthetic_graph(NODES, CLASSES, FEATURES, average_degree=6.0, seed=seed)
+    write_store(graph, folder / "store")
+    adjacency = sp.csr_array(
+        (np.ones(graph.num_edges), graph.indices, graph.indptr), shape=(graph.num_nodes, graph.num_nodes)
+    )
+    arrays = {"labels": graph.labels}
+    for key, matrix in {"adj": adjacency, "attr": sp.csr_array(graph.features)}.items():
+        arrays |= {f"{key}_{part}": np.array(getattr(matrix, part)) for part in ("data", "indices", "indptr")}
+        arrays[f"{key}_shape"] = np.array(matrix.shape)
+    np.savez(folder / "graph.npz", **arrays)
+    rows = synthetic.rows()
+    rows[0]["model"] = asdict(ModelConfig(in_features=8 + seed, num_classes=3, layers=8, dim=64, bias="bucket"))
+    save_rows(folder / "profile.json", rows)
+    seeded = f"{SIZES} --seed {seed} --dataset store"
+    here(folder, "fit profile.json --out cost.json")
+    here(folder, "search cost.json --world-size 4 --memory-gib 8 --pp 2 --out plan.json")
+    with _stopping():
+        here(folder, f"train {seeded} --checkpoint-every 1 --out stopped", status=75)
+    here(folder, f"train {seeded}{' --trace' if whole else ''} --out finished")
 
 
 @contextlib.contextmanager

@@ -165,8 +165,8 @@ AUDITED = (
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = rows * work.columns * pair_bytes(",
-        "data = work.columns * work.columns * pair_bytes(",
+        "data = rows * aligned_columns(work.columns) * pair_bytes(",
+        "data = work.columns * aligned_columns(work.columns) * pair_bytes(",
     ),
     Mutant(
         "bytes of an all-reduce",
@@ -270,10 +270,10 @@ DRAWN = (
         "blocks, loops = self._within(np.where(first == np.arange(m), nodes, 1))",
     ),
     Mutant(
-        "_aligned_columns",
-        "megagraph/data/structure.py",
-        "return -(-layout.num_columns // ALIGNED_COLUMNS) * ALIGNED_COLUMNS",
-        "return (-(-layout.num_columns // ALIGNED_COLUMNS)) + (ALIGNED_COLUMNS)",
+        "aligned_columns",
+        "megagraph/attention/bias.py",
+        "return -(-columns // _ALIGNMENT) * _ALIGNMENT",
+        "return (-(-columns // _ALIGNMENT)) + (_ALIGNMENT)",
     ),
     Mutant(
         "known_nodes",

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,13 +120,19 @@ def imported(children: Collection[str] = ()) -> list[Path]:
         RuntimeError: the package is that of another checkout.
     """
     names = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    found = {Path(name).resolve() for name in names if name}
+    found = {path for name in names if name and (path := _source(name, ROOT)) is not None}
     if ROOT / "megagraph" / "provenance.py" not in found:
         other = sys.modules["megagraph"].__file__
         raise RuntimeError(f"expected the package of {ROOT}, whose sources rows name, got {other}; set PYTHONPATH")
     found |= {path.resolve() for folder in children for path in (ROOT / folder).rglob("*.py")}
-    found = {path for path in found if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FOLDERS}
     return sorted(found | {ROOT / data for reader, data in READ.items() if ROOT / reader in found})
+
+
+@cache
+def _source(name: str, root: Path) -> Path | None:
+    """The file of a module, where it is one of the checkout's; processes have thousands of others."""
+    path = Path(name).resolve()
+    return path if path.is_relative_to(root) and path.relative_to(root).parts[0] in FOLDERS else None
 
 
 def listing(results: Path, digest: str) -> Path:

@@ -94,10 +94,12 @@ def outcome(run: Path) -> dict[str, Any]:
     return {"lines": lines, "weights": opened.weights()}
 
 
-def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def chain(
+    folder: Path, embedding: str, plans: tuple[dict[str, Any], ...], stops: tuple[int, ...] = STOPS
+) -> dict[str, Any]:
     """A run that goes on under another plan after every stop."""
     run = folder / embedding
-    for plan, stop in zip(plans, (*STOPS, None), strict=True):
+    for plan, stop in zip(plans, (*stops, None), strict=True):
         trainer = (
             mg.Trainer.resume(run, **plan)
             if run.exists()
@@ -109,10 +111,10 @@ def chain(folder: Path, embedding: str, plans: tuple[dict[str, Any], ...]) -> di
 
 
 def same_plan(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run of four replicas, and one that is stopped twice and goes on: more than two summands have an order."""
+    """A run of four replicas, and one that is stopped and goes on: more than two summands have an order."""
     plan = dict(plan="1,2,2")
     mg.Trainer(config(folder / "whole", epochs=EPOCHS, **plan)).fit(graph())
-    stopped = chain(folder, "features", (plan, plan, plan))
+    stopped = chain(folder, "features", (plan, plan), STOPS[1:])
     return outcome(folder / "whole"), stopped
 
 

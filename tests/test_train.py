@@ -354,11 +354,11 @@ def graph_file(tmp_path_factory, graph):
     [
         ("--plan 1,2,1", {}),
         (
-            "--plan 2,1,2 --stage-layers 1,1 --microbatches 4 --shard --workers 1",
+            "--plan 2,1,1 --stage-layers 1,1 --microbatches 4 --workers 1",
             dict(embedding="learned", model="graphormer"),
         ),
         ("--plan 1,2,1 --comm halo", dict(batching="full", hops=2, propagate=1)),
-        ("--plan 1,2,1 --comm ulysses", dict(batching="cluster", sequence_nodes=128)),
+        ("--plan 1,2,1 --comm ulysses --shard", dict(batching="cluster", sequence_nodes=128)),
     ],
 )
 def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):
@@ -370,8 +370,8 @@ def test_several_processes_equal_one(tmp_path, graph_file, flags, changes):
     if flags == "--plan 1,2,1":
         done = torchrun(2, "-m", "megagraph", *words)
     else:
-        done, *others = processes.launch(4 if "2,1,2" in flags else 2, *words)
-        assert all(other.returncode == 0 and not other.stdout for other in others)
+        done, other = processes.launch(2, *words)
+        assert other.returncode == 0 and not other.stdout
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     np.testing.assert_allclose(losses(tmp_path / "several"), losses(tmp_path / "one"), rtol=1e-5)

@@ -177,8 +177,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    judge.make_world(folder, whole=False)
-    shutil.rmtree(folder / "other")
+    judge.make_files(folder, 0, whole=False)
     (folder / "nodes.csv").write_text("id,class,kind\nx,a,0\ny,b,1\nz,a,0\n")
     (folder / "edges.csv").write_text("a,b\nx,y\ny,z\n")
     return folder

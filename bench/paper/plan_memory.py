@@ -44,6 +44,7 @@ from bench.paper.epoch_time import Contender, EagerANSGT
 from bench.paper.live_bytes import MIB, TRACKED_STEPS, LiveBytes, Rank
 from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
+from megagraph.attention.bias import aligned_columns
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import synthetic_graph
@@ -182,7 +183,7 @@ class Predicted:
     def bias(self, plan: Plan) -> float:
         work = self._work(plan)
         rows = work.all_rows if work.by_heads else work.rows
-        return work.batch_sequences * rows * work.columns * pair_bytes(self.model, self.workload.dtype)
+        return work.batch_sequences * rows * aligned_columns(work.columns) * pair_bytes(self.model, self.workload.dtype)
 
     def _work(self, plan: Plan) -> RankWork:
         return RankWork.of(self.model, plan, self.workload)

@@ -30,7 +30,7 @@ from megagraph.attention.fields import (
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
 
-ALIGNED_COLUMNS = 16  # rows of a batch's data begin at multiples of it: a GPU then reads 16 bytes at a time
+_ALIGNMENT = 16  # rows of a batch's data begin at multiples of it: a GPU then reads 16 bytes at a time
 
 B = TypeVar("B", "DenseBias", "BucketBias", "ProjectedBias")
 
@@ -418,9 +418,14 @@ def _shape(relation: Relation, heads: int) -> torch.Size:
     return torch.Size((sequences, heads, rows, columns))
 
 
+def aligned_columns(columns: int) -> int:
+    """How many a row of a batch's data has in memory, for N = ``columns``."""
+    return -(-columns // _ALIGNMENT) * _ALIGNMENT
+
+
 def aligned_rows(x: Tensor) -> Tensor:
-    """The same data, laid out as that of a batch: every row [N] begins at a multiple of ``ALIGNED_COLUMNS``."""
-    columns = -(-x.shape[-1] // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
+    """The same data, laid out as that of a batch: every row [N] has ``aligned_columns`` in memory."""
+    columns = aligned_columns(x.shape[-1])
     if columns == x.shape[-1]:
         return x
     return x.new_zeros(*x.shape[:-1], columns)[..., : x.shape[-1]].copy_(x)

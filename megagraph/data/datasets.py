@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from megagraph import files
 from megagraph.data.graph import Graph, Split
@@ -21,7 +24,8 @@ def _pyg(kind: str, root: Path, name: str, seed: int) -> Graph:
     """A data set of torch_geometric; a class without ``name`` is one data set, and takes its folder."""
     from torch_geometric import datasets
 
-    data = getattr(datasets, kind)(*([str(root / name)] if kind == name else [str(root), name]))[0]
+    with _alone(root):
+        data = getattr(datasets, kind)(*([str(root / name)] if kind == name else [str(root), name]))[0]
     return Graph.from_data(data, name.lower(), seed)
 
 
@@ -33,12 +37,26 @@ def _ogb(root: Path, name: str, seed: int) -> Graph:
     from unittest.mock import patch
 
     # ogb reads its own pickled arrays with torch.load, which has refused them by default since torch 2.6
-    with patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"):
+    with _alone(root), patch.dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1"):
         dataset = NodePropPredDataset(name, str(root))
         graph, labels = dataset[0]
         parts = dataset.get_idx_split()
     split = Split(*(np.sort(parts[part]) for part in ("train", "valid", "test")))
     return Graph.from_arrays(name, graph["node_feat"], graph["edge_index"], labels, split)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Another process that reads data sets of this folder waits: those libraries write what they make of raw files
+    in place, and a second one would read half of it."""
+    lock = FileLock(root / ".lock")
+    with suppress(OSError, NotImplementedError):  # the folder may only be read, or its file system has no locks
+        root.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,7 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     Args:
         dataset: "synthetic", a name of the list above, a path that ends in ``.npz``, or the folder of a store.
         root: folder of the named data sets. Raw files found there are used, others are downloaded by PyG or
-            ogb, which also write a ``processed`` folder beside ``raw``.
+            ogb, which also write a ``processed`` folder beside ``raw``; processes do so one after the other.
         seed: of the synthetic graph; of a data set with several splits of its own (ten, mostly), which one.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
-from megagraph.attention.bias import ALIGNED_COLUMNS
+from megagraph.attention.bias import aligned_columns
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
@@ -229,14 +229,9 @@ def hop_distances(starts: np.ndarray, columns: np.ndarray, max_distance: int, so
     traversal.hops(starts, columns, sources.start, max_distance, out)
 
 
-def _aligned_columns(layout: NodeLayout) -> int:
-    return -(-layout.num_columns // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
-
-
 def _aligned(shape: tuple[int, ...], fill: float, dtype: type) -> np.ndarray:
-    """A filled array whose rows begin at multiples of 16 columns."""
-    columns = -(-shape[-1] // ALIGNED_COLUMNS) * ALIGNED_COLUMNS
-    return np.full((*shape[:-1], columns), fill, dtype)[..., : shape[-1]]
+    """A filled array whose rows have ``aligned_columns`` in memory."""
+    return np.full((*shape[:-1], aligned_columns(shape[-1])), fill, dtype)[..., : shape[-1]]
 
 
 def _tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -281,7 +276,7 @@ class BiasChannels:
         Raises:
             ValueError: more than MAX_CHANNEL_BYTES.
         """
-        entries = num_sequences * layout.num_local * _aligned_columns(layout)
+        entries = num_sequences * layout.num_local * aligned_columns(layout.num_columns)
         if (channel_bytes := self.dtype.itemsize * self.size * entries) > MAX_CHANNEL_BYTES:
             raise ValueError(
                 f"the {self.size} channels of {num_sequences} x {layout.num_local} x {layout.num_columns} node pairs "
@@ -372,7 +367,7 @@ class DistanceBuckets:
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
         """Of the buckets of this many sequences."""
-        return num_sequences * layout.num_local * _aligned_columns(layout)
+        return num_sequences * layout.num_local * aligned_columns(layout.num_columns)
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> torch.Tensor:
         """Regular nodes [B, n], super nodes [B, s] -> uint8 [B, S, N]."""

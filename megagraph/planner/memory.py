@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megagraph.attention.bias import aligned_columns
 from megagraph.models.config import ModelConfig
 from megagraph.planner.schedule import AHEAD, in_flight
 from megagraph.planner.split import Floats
@@ -128,7 +129,7 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     a layer that is computed again; ``kept`` as above."""
     plan, config = work.plan, work.config
     rows, pairs = (work.all_rows, plan.cp * work.pairs) if work.by_heads else (work.rows, work.pairs)
-    data = rows * work.columns * pair_bytes(config, work.dtype)
+    data = rows * aligned_columns(work.columns) * pair_bytes(config, work.dtype)
     if work.pairs:
         data = listed_bytes(rows, work.num_super, pairs)
     total = _batches(rates, work) * work.batch_sequences * data + dot(

@@ -1,6 +1,8 @@
 import json
 import re
+import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from filelock import FileLock
 from hypothesis import given
 
 from megagraph.data.datasets import _SOURCES, load_graph, synthetic_graph
@@ -255,6 +258,19 @@ def test_a_failed_download_names_the_files(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"could not read or download cora: no network.*Cora/raw/ind\.cora\.x") as info:
         load_graph("cora", tmp_path)
     assert isinstance(info.value.__cause__, TimeoutError)
+
+
+def test_who_reads_a_data_set_meanwhile_waits(tmp_path, data_root):
+    """Raw files that two runs find at once: the second would read what the first has half written."""
+    shutil.copytree(data_root / "Cora" / "raw", tmp_path / "Cora" / "raw")
+    with ThreadPoolExecutor() as pool:
+        with FileLock(tmp_path / ".lock"):
+            loaded = pool.submit(load_graph, "cora", tmp_path)
+            wait([loaded], timeout=3)
+            assert loaded.running() and not (tmp_path / "Cora" / "processed").exists()
+        assert loaded.result().num_nodes == 2708
+    with FileLock(tmp_path / ".lock", timeout=0):  # nobody has it any more
+        pass
 
 
 def test_ogb_is_asked_for_by_name(monkeypatch):

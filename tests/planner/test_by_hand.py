@@ -236,7 +236,7 @@ def test_sharded_parameters_are_gathered_forward_and_backward(device, sums):
 def test_bytes_of_two_stages(comm, bias, rows, pair_bytes):
     config = replace(CONFIG, bias=bias)
     first, layer, last = parameters(config)
-    data = 4 * rows * 7 * pair_bytes  # sequences, rows, columns
+    data = 4 * rows * 16 * pair_bytes  # sequences, rows, 7 columns as memory has them
     hidden = 2 * (3 + 1) * 4 * 4  # 2 sequences of a micro-batch, rows, channels, fp32
     block = 2 * 3 * 4 * 4 * 2  # the same of regular nodes, keys and values
     # a message of queries, keys and values as it leaves, and as it comes
@@ -261,7 +261,7 @@ def test_bytes_of_two_stages(comm, bias, rows, pair_bytes):
 def test_two_batches_are_on_a_gpu_as_the_next_one_is_copied_ahead():
     plan = mg.Plan(pp=2)
     one, two = (cost_model(memory=memory).memory_bytes(CONFIG, plan) for memory in ({}, {"batches": 2.0}))
-    index, features = 4 * 7 * 7, 4 * 5 * 3 * 4  # of 4 sequences; the last stage reads no features
+    index, features = 4 * 7 * 16, 4 * 5 * 3 * 4  # of 4 sequences; the last stage reads no features
     assert [b - a for a, b in zip(one, two, strict=True)] == [index + features, index]
 
 
@@ -276,7 +276,7 @@ def test_a_rank_computes_one_layer_again_at_a_time(schedule):
     cost = cost_model(memory={"kept.element": 4000.0})
     first, layer, last = parameters(CONFIG)
     hidden = 7 * 4 * 4  # of the one sequence of a micro-batch
-    expected = [4 * 4 * num + 4 * hidden + 1000 * hidden + 4 * 7 * 7 for num in (first + layer, layer + last)]
+    expected = [4 * 4 * num + 4 * hidden + 1000 * hidden + 4 * 7 * 16 for num in (first + layer, layer + last)]
     expected[0] += IN_FLIGHT[schedule] * 2 * hidden + 4 * 5 * 3 * 4
     plan = mg.Plan(pp=2, num_microbatches=4, schedule=schedule, checkpoint=True)
     assert cost.memory_bytes(CONFIG, plan) == pytest.approx(expected, rel=1e-12)
@@ -288,7 +288,7 @@ def test_interleaved_stages_hold_what_they_send():
     four = replace(CONFIG, layers=4)
     first, layer, last = parameters(four)
     hidden = 2 * 7 * 4 * 4  # of the two sequences of a micro-batch
-    expected = [4 * 4 * num + 2 * 2 * 3 * hidden + 4 * 7 * 7 for num in (first + 2 * layer, 2 * layer + last)]
+    expected = [4 * 4 * num + 2 * 2 * 3 * hidden + 4 * 7 * 16 for num in (first + 2 * layer, 2 * layer + last)]
     expected[0] += 4 * 5 * 3 * 4
     plan = mg.Plan(pp=2, stages_per_rank=2, num_microbatches=2, schedule="interleaved")
     assert cost_model().memory_bytes(four, plan) == pytest.approx(expected, rel=1e-12)

@@ -45,7 +45,7 @@ def test_profile_measures_every_part(tmp_path, monkeypatch):
     observed = observe_memory(whole, torch.device("cpu"))["peak_bytes"]
     assert cost.memory["process.byte"] >= 1
     expected = observed * cost.memory["process.byte"]
-    assert cost.memory_bytes(CONFIG, mg.Plan()) == pytest.approx([expected], rel=0.03)
+    assert cost.memory_bytes(CONFIG, mg.Plan()) == pytest.approx([expected], rel=0.035)
 
 
 def test_what_compiles_takes_nothing_of_the_time(monkeypatch):

@@ -207,9 +207,7 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     layout = NodeLayout(n - point.num_super, point.num_super) if point.pairs else None
     moved: dict[str, Any] = {name: x.to(device) for name, x in inputs.items()}
     structure = structure.to(device)
-    if isinstance(structure, Tensor) and device.type != "cpu":  # kernels of a GPU read some numbers at a time
-        structure = aligned_rows(structure)
-    moved["structure"] = structure
+    moved["structure"] = aligned_rows(structure) if isinstance(structure, Tensor) else structure  # as batches have it
     return moved | {"num_targets": point.targets, "layout": layout}
 
 
