@@ -165,8 +165,8 @@ AUDITED = (
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = rows * aligned_columns(work.columns) * pair_bytes(",
-        "data = work.columns * aligned_columns(work.columns) * pair_bytes(",
+        "data = float(rows * aligned_columns(int(work.columns))",
+        "data = float(work.columns * aligned_columns(int(work.columns))",
     ),
     Mutant(
         "bytes of an all-reduce",

@@ -56,7 +56,7 @@ def data_root(request, tmp_path_factory) -> Path:
     return copy
 
 
-_SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest, torch
+_SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_RJEM_MALLOC_CONF")  # pytest, torch, polars
 
 
 def _state() -> dict[str, object]:

@@ -13,7 +13,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import polars  # noqa: F401 - sets variables of the environment
 import pytest
 
 from bench import judge

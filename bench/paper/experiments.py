@@ -36,6 +36,7 @@ EXPERIMENTS = {
     "losses": Experiment(
         "losses of both on the same batches", ("cpu/step_losses.json",), ("step_memory losses --root ROOT",)
     ),
+    "rounding": Experiment("error of a deep model in bf16 beside it", ("*/step_errors.json",), ("step_memory errors",)),
     "convergence": Experiment(
         "accuracy against time beside eager ANS-GT",
         ("cpu/convergence/time.json",),

@@ -47,6 +47,7 @@ SHOWN = {
         tuple(f"{what}.{who}{bits}" for bits in ("", " bf16") for what in ("seconds", "peak_bytes") for who in _BOTH),
     ),
     "losses": Shown(("dataset",), ("difference",)),
+    "rounding": Shown(("device", "layers"), ("errors.ours bf16", "errors.eager bf16")),
     "convergence": Shown((), (), lambda row: False),  # curves; docs/accuracy.md has what they say
     "processes": Shown(("run", "processes"), ("test_accuracy", "best_val_accuracy")),
     "depth": Shown(("model", "layers"), ("test", "best_val", "peak_bytes"), lambda row: "model" in row),
