@@ -54,5 +54,4 @@ class Graphormer(GraphTransformer):
         if degrees is None:
             raise ValueError("degrees is needed by Graphormer: int64 [U], one for each row of features")
         codes = nn.functional.embedding(degrees.clamp(max=self.config.max_degree), self.degree_table)
-        encoded = super().encode(features, degrees)
-        return encoded + codes.to(encoded.dtype)
+        return super().encode(features, degrees) + codes

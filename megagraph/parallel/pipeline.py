@@ -116,7 +116,7 @@ class Stage(nn.Module):
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Of what goes from stage to stage."""
-        return torch.bfloat16 if self.autocast else next(self.parameters()).dtype
+        return next(self.parameters()).dtype
 
     @record_function("stage forward")
     def forward(

@@ -88,7 +88,7 @@ def kept_bytes(rates: Rates, work: RankWork) -> Kept:
     elif plan.comm == "halo":
         layer, last_layer = (kept + work.halo_bytes for kept in (layer, last_layer))
     elif work.by_heads:  # q, k, v and results of all rows, of a rank's heads, and results of its rows
-        own, wanted = work.hidden_bytes, work.hidden_bytes * work.targets / rows
+        own, wanted = work.query_bytes, work.query_bytes * work.targets / rows
         whole = own * work.all_rows / rows / plan.cp
         layer += 4 * whole - 3 * own
         last_layer += 4 * whole - 2 * own - 2 * wanted  # without a copy of what q is made of
@@ -129,9 +129,10 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     a layer that is computed again; ``kept`` as above."""
     plan, config = work.plan, work.config
     rows, pairs = (work.all_rows, plan.cp * work.pairs) if work.by_heads else (work.rows, work.pairs)
-    data = rows * aligned_columns(work.columns) * pair_bytes(config, work.dtype)
     if work.pairs:
         data = listed_bytes(rows, work.num_super, pairs)
+    else:
+        data = float(rows * aligned_columns(int(work.columns)) * pair_bytes(config, work.dtype))
     total = _batches(rates, work) * work.batch_sequences * data + dot(
         rates, workspace_terms(work.sequences, work.rows, work.targets, config)
     )
@@ -144,7 +145,7 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     elif work.by_heads:  # a message of q, k and v to all ranks, and of all
         total += 2 * plan.cp * work.head_bytes
     elif plan.cp > 1:  # two visiting blocks each way, accumulator
-        total += 2 * (1 + work.gradients_of_keys) * work.block_bytes + work.gradients_of_keys * work.hidden_bytes
+        total += 2 * (1 + work.gradients_of_keys) * work.block_bytes + work.hidden_bytes
     return total * _process_factor(rates)
 
 

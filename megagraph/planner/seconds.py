@@ -76,7 +76,7 @@ def _by_heads_seconds(rates: Rates, links: Links, work: RankWork) -> float:
         terms = listed_terms(m, work.num_nodes, work.num_super, pairs, config, supers=True, ranks=plan.cp)
     else:
         terms = attention_terms(m, work.columns, work.columns, config, ring=False, ranks=plan.cp)
-    there, back = links.to_all(plan, work.head_bytes), links.to_all(plan, work.hidden_bytes / plan.cp)
+    there, back = links.to_all(plan, work.head_bytes), links.to_all(plan, work.query_bytes / plan.cp)
     return there + dot(rates, terms) + back
 
 

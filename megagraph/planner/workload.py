@@ -12,8 +12,8 @@ from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Plan
 
 Precision = Literal["fp32", "bf16", "fp64"]
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}  # of hidden states, keys, values
-SUM_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of parameters, their moments and gradients, and of those of keys
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}  # of queries, keys, values, results of attention
+SUM_BYTES = {"fp32": 4, "bf16": 4, "fp64": 8}  # of hidden states, parameters, moments, gradients, also those of keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +175,11 @@ class RankWork:
     @property
     def hidden_bytes(self) -> float:
         """Hidden states of a micro-batch [S_act]."""
+        return float(self.sum_bytes * self.sequences * self.rows * self.config.dim)
+
+    @property
+    def query_bytes(self) -> float:
+        """Queries of a micro-batch, or results of attention."""
         return float(self.number_bytes * self.sequences * self.rows * self.config.dim)
 
     @property
