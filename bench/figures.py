@@ -201,6 +201,10 @@ def deep_step(at: At) -> Iterator[str]:
     off = {name: 100 * x for name, x in row["difference"].items()}
     text = "in bf16 {ours bf16:.1f} % (eager ANS-GT {eager bf16:.1f} %), in TF32 {ours tf32:.2f} % (eager ANS-GT "
     yield text.format(**off) + "{:.2f} %)".format(off["eager tf32"])
+    ends = [
+        100 * median(row["errors"][f"{who} bf16"]) for row in at("cpu/step_errors.json") for who in ("ours", "eager")
+    ]
+    yield "{:.2f} % with 16 layers (eager ANS-GT {:.2f} %) and {:.2f} % with 32 ({:.2f} %".format(*ends)
     (host,) = at("cpu/step_host.json")
     ours, eager = (median(host["seconds"][name]) for name in ("ours", "eager"))
     yield f"costs the host {ours / eager:.1f} times what eager ANS-GT's does"

@@ -149,7 +149,7 @@ class TrainConfig:
     seed: int = 0
     """Of the split, the weights, sampling and dropout."""
     dtype: Precision = "fp32"
-    """bf16: mixed precision, weights stay in fp32."""
+    """bf16: mixed precision, weights and what layers add up stay in fp32."""
     device: str = "auto"
     """auto, cpu, cuda, or a GPU such as cuda:0, which processes share where there are more of them than GPUs."""
     workers: int = 0
