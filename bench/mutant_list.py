@@ -165,8 +165,8 @@ AUDITED = (
     Mutant(
         "cp does not shard the bias",
         "megagraph/planner/memory.py",
-        "data = float(rows * aligned_columns(int(work.columns))",
-        "data = float(work.columns * aligned_columns(int(work.columns))",
+        "data = dense_bytes(rows, work.columns,",
+        "data = dense_bytes(work.columns, work.columns,",
     ),
     Mutant(
         "bytes of an all-reduce",

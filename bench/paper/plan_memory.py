@@ -44,7 +44,6 @@ from bench.paper.epoch_time import Contender, EagerANSGT
 from bench.paper.live_bytes import MIB, TRACKED_STEPS, LiveBytes, Rank
 from bench.provenance import PACKAGE, RESULTS, sized, write_rows
 from bench.tables import draw, save
-from megagraph.attention.bias import aligned_columns
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import synthetic_graph
@@ -55,7 +54,7 @@ from megagraph.planner import CostModel
 from megagraph.planner.fitting import fit_memory
 from megagraph.planner.measure.design import design, of_every_width
 from megagraph.planner.measure.memory import memory_rows
-from megagraph.planner.memory import kept_bytes, pair_bytes
+from megagraph.planner.memory import dense_bytes, kept_bytes
 from megagraph.planner.plan import Plan
 from megagraph.planner.workload import RankWork
 
@@ -183,7 +182,7 @@ class Predicted:
     def bias(self, plan: Plan) -> float:
         work = self._work(plan)
         rows = work.all_rows if work.by_heads else work.rows
-        return work.batch_sequences * rows * aligned_columns(work.columns) * pair_bytes(self.model, self.workload.dtype)
+        return work.batch_sequences * dense_bytes(rows, work.columns, self.model, self.workload.dtype)
 
     def _work(self, plan: Plan) -> RankWork:
         return RankWork.of(self.model, plan, self.workload)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -72,7 +71,7 @@ class Triton:
         from megagraph.kernels.biased_attention import pad_table
 
         assert step.learned is not None
-        return replace(step, learned=pad_table(step.learned, q))
+        return step.but(learned=pad_table(step.learned, q))
 
     def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
         if step.columns is not None:
@@ -135,7 +134,7 @@ class Blocked:
         self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
     ) -> None:
         if of is not None:
-            gradients = replace(gradients, delta=self.delta(step, gradients.d_out, of.out, of.d_lse))
+            gradients = gradients.but(delta=self.delta(step, gradients.d_out, of.out, of.d_lse))
         _cpu_path(step).backward(step, q, k, v, gradients)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -75,7 +73,7 @@ class _PackedAttention(torch.autograd.Function):
         q_h, k_h, v_h, out_h = _heads(shape[1], q, k, v, out)
         loops.forward(step, q_h, k_h, v_h, State(first=True, last=True, out=out_h), rows)
         ctx.save_for_backward(q, k, v, learned)
-        ctx.step, ctx.rows, ctx.shape = replace(step, learned=None), rows, shape
+        ctx.step, ctx.rows, ctx.shape = step.but(learned=None), rows, shape
         return out
 
     @staticmethod
@@ -84,7 +82,7 @@ class _PackedAttention(torch.autograd.Function):
         from megagraph.attention.cpu import rows as loops
 
         q, k, v, learned = ctx.saved_tensors
-        step = replace(ctx.step, learned=learned)
+        step = ctx.step.but(learned=learned)
         _check(step, q, k, v, ctx.rows, ctx.shape, d_out.shape[-1])
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         d_learned = torch.zeros_like(learned) if ctx.needs_input_grad[3] else None

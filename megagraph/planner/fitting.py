@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megagraph.attention.bias import aligned_columns
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
-from megagraph.planner.memory import feature_bytes, listed_bytes, pair_bytes
+from megagraph.planner.memory import dense_bytes, feature_bytes, listed_bytes
 from megagraph.planner.rows import FIELDS, Row, check_rows
 from megagraph.planner.terms import (
     Terms,
@@ -335,9 +334,10 @@ def _layered(layers: float, layer: Terms, last: Terms) -> Terms:
 def _known_bytes(row: Row) -> float:
     """What needs no fit: parameters and their two moments, the batch's data."""
     listed, codes = row.get("pairs"), int(row.get("codes", 0))
-    data = row["rows"] * aligned_columns(row["columns"]) * pair_bytes(row_config(row), _dtype(row))
     if listed:
         data = listed_bytes(row["rows"], row["num_super"], listed)
+    else:
+        data = dense_bytes(row["rows"], row["columns"], row_config(row), _dtype(row))
     features = feature_bytes(row["feature_rows"], row["in_features"], codes)
     return 3.0 * _parameter_bytes(row) + row["sequences"] * data + features
 

@@ -132,7 +132,7 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     if work.pairs:
         data = listed_bytes(rows, work.num_super, pairs)
     else:
-        data = float(rows * aligned_columns(int(work.columns)) * pair_bytes(config, work.dtype))
+        data = dense_bytes(rows, work.columns, config, work.dtype)
     total = _batches(rates, work) * work.batch_sequences * data + dot(
         rates, workspace_terms(work.sequences, work.rows, work.targets, config)
     )
@@ -154,9 +154,10 @@ def feature_bytes(rows: float, in_features: int, codes: int) -> float:
     return rows * (4 * in_features + (8 if codes else 0))
 
 
-def pair_bytes(config: ModelConfig, dtype: str) -> int:
-    """Data of a pair of nodes: a bucket, or its channels."""
-    return 1 if config.bias == "bucket" else (2 if dtype == "bf16" else 4) * config.bias_size
+def dense_bytes(rows: float, columns: float, config: ModelConfig, dtype: str) -> float:
+    """Data of a sequence with a bucket, or its channels, for every pair, in rows as memory has them."""
+    pair = 1 if config.bias == "bucket" else (2 if dtype == "bf16" else 4) * config.bias_size
+    return rows * aligned_columns(int(columns)) * pair
 
 
 def listed_bytes(rows: float, num_super: float, pairs: float) -> float:

@@ -72,21 +72,21 @@ def test_equals_eager_ansgt(model, batch):
 
 def test_bf16_has_no_more_error_than_eager_ansgt(batch):
     """After 24 layers; its sum of what layers add is in fp32, as autocast makes of what its tokens are."""
+    single = replace(batch, features=batch.features.float(), structure=batch.structure.float())
     errors: dict[str, list[float]] = {"ours": [], "eager": []}
+
+    def gradient(model, batch, mixed):
+        model.eval().zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            scores = model(batch) if isinstance(model, EagerANSGT) else logits(model, batch)
+        loss_sum(scores, batch.labels).backward()
+        return model.input_proj.weight.grad.clone()
+
     for seed in range(4):
         torch.manual_seed(seed)
         model = mg.HierarchicalGT(replace(CONFIG, layers=24, dim=32, ffn_dim=32))
         eager = EagerANSGT(model.config)
         eager.take(model)
-
-        def gradient(model, batch, mixed):
-            model.eval().zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                scores = model(batch) if isinstance(model, EagerANSGT) else logits(model, batch)
-            loss_sum(scores, batch.labels).backward()
-            return model.input_proj.weight.grad.clone()
-
-        single = replace(batch, features=batch.features.float(), structure=batch.structure.float())
         found = {"ours": gradient(model, single, True), "eager": gradient(eager, single, True)}
         want = gradient(eager.double(), batch, False)
         for name, got in found.items():
