@@ -24,6 +24,7 @@ from megagraph.kernels.operands import (
     row_delta,
     saved_of,
     strided,
+    sum_partials,
 )
 from megagraph.kernels.projection import project_pass
 from megagraph.kernels.tile import TABLE_SIZE, Operands
@@ -183,13 +184,11 @@ def launch_step_bwd(
 ) -> None:
     """One visiting block's gradients, with delta made first if ``of`` says of what; two calls give the same bits."""
     if not q.numel() or not any(length for _, _, length in step.segments):
-        for x in (gradients.dq, gradients.dk, gradients.dv):
-            if not gradients.accumulate:
-                x.zero_()
+        gradients.of_no_keys()
         return
-    partials, d_learned = _launch_bwd(q, k, v, step, gradients, of), gradients.d_learned
-    if partials is not None and d_learned is not None:  # [B, tiles, groups, GROUP, entries or channels]
-        d_learned += partials.sum(dim=(0, 1)).as_strided(d_learned.shape, (partials.shape[-1], 1))
+    partials = _launch_bwd(q, k, v, step, gradients, of)
+    if partials is not None:
+        sum_partials(partials, gradients)
 
 
 @planned

@@ -11,7 +11,7 @@ from torch import Tensor
 from megagraph.kernels import pairs, pairs_backward, tiles
 from megagraph.kernels.forward import Softmax
 from megagraph.kernels.launch import Recorder, planned
-from megagraph.kernels.operands import operands_of, padded_table, row_delta, saved_of, strided
+from megagraph.kernels.operands import operands_of, padded_table, row_delta, saved_of, strided, sum_partials
 from megagraph.kernels.pair_tiles import Tiles, tiles_of
 from megagraph.kernels.pairs import Walk
 from megagraph.kernels.tile import Operands
@@ -39,10 +39,8 @@ def launch_pairs_bwd(
         for x in (gradients.dk, gradients.dv):  # keys of no segment
             x.zero_()
     partials = _launch_bwd(q, k, v, step, gradients, of, _row_tiles(step, q), _key_tiles(step, q))
-    d_learned = gradients.d_learned
-    if partials is not None and d_learned is not None:  # [programs, groups, GROUP, entries or channels]
-        H, num_learned = d_learned.shape
-        d_learned += partials.sum(dim=0).flatten(0, 1)[:H, :num_learned]
+    if partials is not None:
+        sum_partials(partials, gradients)
 
 
 def _blocks(step: Step, q: Tensor) -> dict[str, int]:

@@ -193,3 +193,12 @@ def row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: DeltaOf) -> 
         backward.row_delta, triton.cdiv(B * H * M, block),
         strided(d_out), strided(of.out), of.d_lse, delta, B * H * M, H, M, D, block,
     )  # fmt: skip
+
+
+def sum_partials(partials: Tensor, gradients: Gradients) -> None:
+    """The gradient of a table or a weight from its partial sums [..., groups, heads of each, entries or channels]."""
+    assert gradients.d_learned is not None
+    H, num_learned = gradients.d_learned.shape
+    *_, groups, of_group, width = partials.shape
+    size = groups * of_group * width
+    gradients.sum_of_learned(partials.as_strided((partials.numel() // size, H, num_learned), (size, width, 1)))

@@ -17,6 +17,11 @@ def one_step(N):
     return [(torch.arange(N, device=DEVICE), [(0, 0, N)])]
 
 
+def _room(x: Tensor, dtype: torch.dtype, accumulate: bool) -> Tensor:
+    """To be added to, or else written."""
+    return torch.zeros_like(x, dtype=dtype) if accumulate else torch.full_like(x, torch.nan)
+
+
 def run_steps(
     problem: Problem, steps=None, row_ids=None, learned_grad=True, name="triton", tf32=False
 ) -> dict[str, Tensor]:
@@ -50,10 +55,12 @@ def run_steps(
         engine.forward(replace(step, segments=segments), q, *kv, now)
 
     accumulate = len(steps) > 1
-    dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if accumulate else torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (_room(x, dtype, accumulate) for x in (q, k, v))
     d_learned = None
     if learned_grad and bias is not None:
-        d_learned = learned_gradient(step, q, bias.learned)
+        d_learned = learned_gradient(step, q, bias.learned, accumulate=accumulate)
+        if step.form != "dense" and not accumulate:
+            d_learned.fill_(torch.nan)  # to be written
     sums = Gradients(
         d_out=problem.d_out,
         lse=lse,

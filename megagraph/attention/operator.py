@@ -365,23 +365,22 @@ def _gradients(
     dq, dk, dv = (reuse.empty_like(x) for x in (q, k, v))
     learned, d_learned = step.learned, None
     if learned_grad and learned is not None:
-        d_learned = learned_gradient(step, q, learned)
+        d_learned = learned_gradient(step, q, learned, accumulate=False)
+    gradients = Gradients(
+        d_out=d_out,
+        lse=lse,
+        delta=torch.empty_like(lse),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        d_learned=d_learned,
+        accumulate=False,
+    )
     if q.numel() and k.shape[2]:
-        gradients = Gradients(
-            d_out=d_out,
-            lse=lse,
-            delta=torch.empty_like(lse),
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            d_learned=d_learned,
-            accumulate=False,
-        )
         delta_of = DeltaOf(out=out, d_lse=None if d_lse is None else d_lse.contiguous())
         ENGINES[step.engine].backward(step, q, k, v, gradients, delta_of)
     else:
-        for x in (dq, dk, dv):
-            x.zero_()
+        gradients.of_no_keys()
     d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
     return dq, dk, dv, d_learned
 
@@ -434,9 +433,10 @@ for _key in ("AutogradCPU", "AutogradCUDA"):
     _refuse_tangents(_key)
 
 
-def learned_gradient(step: Step, q: Tensor, learned: Tensor) -> Tensor:
-    """Where the gradient of the learned part is summed: in lse's dtype, zeroed; a dense plane that no heads share is
-    written once, in its own dtype."""
+def learned_gradient(step: Step, q: Tensor, learned: Tensor, *, accumulate: bool) -> Tensor:
+    """Room for the gradient of the learned part: in lse's dtype, zeroed where it is added to; dense planes of each
+    sequence and head are written once, in their own dtype."""
     if step.form == "dense" and step.columns is None and learned.shape[:2] == q.shape[:2]:
         return reuse.empty_like(learned)
-    return torch.zeros_like(learned, dtype=state_dtype(q))
+    added = accumulate or step.form == "dense"
+    return (torch.zeros_like if added else torch.empty_like)(learned, dtype=state_dtype(q))

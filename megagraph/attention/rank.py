@@ -50,7 +50,7 @@ class Rank:
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (self.q, self.k, self.v))
         step, d_learned = self.steps[-1], None
         if learned_grad and step.learned is not None:
-            d_learned = learned_gradient(step, self.q, step.learned)
+            d_learned = learned_gradient(step, self.q, step.learned, accumulate=True)
         delta = ENGINES[step.engine].delta(step, d_out, out, d_lse)
         return Gradients(d_out=d_out, lse=lse, delta=delta, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -156,8 +157,8 @@ class State(Arguments):
 class Gradients(Arguments):
     """What backward of a step reads, and what it writes, or adds to.
 
-    A dense d_learned with a plane for each sequence and head is written, for the columns of these keys; to any other,
-    which is summed over pairs or broadcast axes, the step's share is added, in lse's dtype.
+    d_learned of a table or a weight is as dq. A dense one with a plane for each sequence and head is written, for the
+    columns of these keys; to any other dense one the step's share is added, in lse's dtype.
     """
 
     WRITTEN = ("dq", "dk", "dv", "d_learned")
@@ -170,6 +171,20 @@ class Gradients(Arguments):
     dv: Tensor
     d_learned: Tensor | None  # shaped as the learned part; None: not wanted
     accumulate: bool  # add to dq, dk and dv, in lse's dtype, instead of writing them
+
+    def of_no_keys(self) -> None:
+        """What is written where there is nothing to attend to."""
+        if not self.accumulate:
+            for x in (self.dq, self.dk, self.dv, self.d_learned):
+                if x is not None:
+                    x.zero_()
+
+    def sum_of_learned(self, shares: Tensor) -> None:
+        """``shares`` [any number, *d_learned.shape] of a table's or a weight's gradient, in a fixed order."""
+        if self.d_learned is not None and self.accumulate:
+            self.d_learned.add_(shares.sum(dim=0))
+        elif self.d_learned is not None:
+            torch.sum(shares, dim=0, out=self.d_learned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -364,8 +364,8 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     if d_learned is not None and step.form == "dense":
         d_learned += d_pairs.view(d_learned.shape)
     elif d_learned is not None:
-        total = torch.from_numpy(d_tables.sum(axis=0)).view(num_groups(work.H), -1, LANES)
-        d_learned += total.transpose(1, 2).flatten(0, 1)[: work.H, : d_learned.shape[1]].to(d_learned.dtype)
+        total = torch.from_numpy(d_tables.sum(axis=0)).view(1, num_groups(work.H), -1, LANES).to(d_learned.dtype)
+        gradients.sum_of_learned(total.transpose(2, 3).flatten(1, 2)[:, : work.H, : d_learned.shape[1]])
 
 
 def _run_rows(

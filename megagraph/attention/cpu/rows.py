@@ -254,8 +254,8 @@ def backward(
 
     in_threads(run, _costs(H, queries, keys), _SCORES_PER_THREAD)
     if d_learned is not None and dense is None:
-        total = torch.from_numpy(shares.sum(axis=0)).view(num_groups(H), -1, LANES)
-        d_learned += total.transpose(1, 2).flatten(0, 1)[:H, : d_learned.shape[1]]
+        total = torch.from_numpy(shares.sum(axis=0)).view(1, num_groups(H), -1, LANES)
+        gradients.sum_of_learned(total.transpose(2, 3).flatten(1, 2)[:, :H, : d_learned.shape[1]])
     for x, y in zip(given, written, strict=True):
         if x is not None and y is not None and x is not y:
             x.copy_(y)

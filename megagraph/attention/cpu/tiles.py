@@ -284,11 +284,12 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     compute = torch.promote_types(q.dtype, torch.float32)
     number = torch.empty(0, dtype=compute).numpy().dtype.type
     (B, H, M, D), tiles, d_learned = q.shape, _tiles(step), gradients.d_learned
+    if len(tiles) == 0:
+        gradients.of_no_keys()
+        return
     if not gradients.accumulate:
         for x in (gradients.dk, gradients.dv):
             x.zero_()
-    if len(tiles) == 0:
-        return
     dense = d_learned if step.form == "dense" else None
     given = {"dk": gradients.dk, "dv": gradients.dv} | ({} if dense is None else {"dense": dense})
     sums = {name: side_by_side(x.to(compute)) for name, x in given.items()}
@@ -325,7 +326,7 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     else:
         gradients.dq.copy_(share)
     if d_learned is not None and dense is None:
-        d_learned += torch.from_numpy(d_tables.sum(axis=0)).view(H, -1)[:, : d_learned.shape[1]]
+        gradients.sum_of_learned(torch.from_numpy(d_tables.sum(axis=0)).view(1, H, -1)[..., : d_learned.shape[1]])
     for name, x in given.items():
         if x is not sums[name]:
             x.copy_(sums[name])
