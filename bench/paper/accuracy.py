@@ -135,8 +135,8 @@ def best_trial(name: str, system: str) -> int | None:
     rows, values = rows_of(name), {trial: [] for trial in range(len(TRIALS[system]))}
     for piece in pieces(name):
         if piece.system == system and piece.trial is not None:
-            row = next(filter(piece.is_of, rows), None)
-            if row is None:
+            tried = (row for row in rows if piece.is_of(row) and row["settings"] == TRIALS[system][piece.trial])
+            if (row := next(tried, None)) is None:
                 return None
             # a baseline looks at its clock after an epoch
             within = row["cpu_seconds"] <= 1.1 * of_name(name).most_seconds

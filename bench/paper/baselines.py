@@ -34,7 +34,11 @@ _WALK = 16  # steps of the random walks whose chances to be back GPS has beside 
 
 
 class Network(nn.Module):
-    """Convolutions with normalisation, residual connections and dropout, as tuned in Luo et al. (NeurIPS 2024)."""
+    """Convolutions with normalisation, residual connections and dropout, as tuned in Luo et al. (NeurIPS 2024).
+
+    ``classic``: as they were published (Kipf and Welling, 2017; Velickovic et al., 2018): features of a node sum to 1,
+    dropout comes before every convolution, and on the attention of a GAT, and the last one gives the scores.
+    """
 
     def __init__(
         self,
@@ -45,31 +49,36 @@ class Network(nn.Module):
         norm: Literal["none", "batch", "layer"],
         residual: bool,
         dropout: float,
+        classic: bool = False,
     ) -> None:
         super().__init__()
         wide, hidden, classes = widths
-        into = [wide] + [hidden] * (layers - 1)
-        make: Callable[[int], nn.Module] = {
-            "gcn": lambda n: GCNConv(n, hidden, cached=True),
-            "sage": lambda n: SAGEConv(n, hidden),
-            "gat": lambda n: GATConv(n, hidden // _HEADS, heads=_HEADS),
-            "cluster-gcn": lambda n: ClusterGCNConv(n, hidden),
+        into = [wide] + [hidden] * (layers - 1 - classic)
+        of_attention = dropout if classic else 0.0
+        make: Callable[[int, int, int], nn.Module] = {
+            "gcn": lambda n, m, heads: GCNConv(n, m, cached=True),
+            "sage": lambda n, m, heads: SAGEConv(n, m),
+            "gat": lambda n, m, heads: GATConv(n, m // heads, heads=heads, dropout=of_attention),
+            "cluster-gcn": lambda n, m, heads: ClusterGCNConv(n, m),
         }[kind]
         norms = {"none": nn.Identity, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
-        self.convolutions = nn.ModuleList(make(n) for n in into)
+        self.classic = classic
+        self.convolutions = nn.ModuleList(make(n, hidden, _HEADS) for n in into)
         self.shortcuts = nn.ModuleList(nn.Linear(n, hidden) for n in into) if residual else None
         self.norms = nn.ModuleList(norms[norm](hidden) for _ in into)
         self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(hidden, classes)
+        self.head = make(hidden, classes, 1) if classic else nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         """Features [V, d_in] -> scores [V, classes]."""
+        if self.classic:
+            x = self.dropout(nn.functional.normalize(x, p=1))
         for i, convolution in enumerate(self.convolutions):
             h = convolution(x, edges)
             if self.shortcuts is not None:
                 h = h + self.shortcuts[i](x)
             x = self.dropout(self.norms[i](h).relu())
-        return self.head(x)
+        return self.head(x, edges) if self.classic else self.head(x)
 
 
 class GPS(nn.Module):

@@ -2,6 +2,8 @@
 
 Six trials a system, the same on every tuned set: for graph networks from the ranges of Luo et al. (NeurIPS 2024), for
 SGFormer and Polynormer from those that their authors published, cut to what a CPU does in the seconds that all have.
+One was put in later: the first of GCN, GraphSAGE and GAT, as they were published, since without it they fell behind on
+the public splits.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ SETS: dict[str, Set] = {
 SETS |= sized({}, quick={"cora": Set(dataset="cora", most_seconds=60, epochs=3, tuned=True, seeds=1)})
 COMPARED = sized(tuple(SETS), quick=("cora",))
 
+_PLAIN = dict(layers=2, hidden=256, dropout=0.5, norm="none", residual=False, learning_rate=0.01, weight_decay=5e-4)
 _CONVOLUTIONS: list[dict[str, Any]] = [
-    dict(layers=2, hidden=256, dropout=0.5, norm="none", residual=False, learning_rate=0.01, weight_decay=5e-4),
+    _PLAIN | dict(hidden=64, dropout=0.6, learning_rate=0.005, classic=True),
     dict(layers=3, hidden=256, dropout=0.7, norm="none", residual=False, learning_rate=0.003, weight_decay=5e-4),
     dict(layers=2, hidden=256, dropout=0.5, norm="none", residual=False, learning_rate=0.005, weight_decay=0.01),
     dict(layers=3, hidden=256, dropout=0.5, norm="layer", residual=False, learning_rate=0.003, weight_decay=5e-5),
@@ -78,7 +81,7 @@ _ATTENTION = [trial | dict(hidden=min(trial["hidden"], 64), layers=min(trial["la
 _CLUSTERS: list[dict[str, Any]] = [  # as many as hold some 50 to 270 nodes of Cora, and a step of 2 or more of them
     trial | dict(clusters=clusters, clusters_together=together)
     for trial, (clusters, together) in zip(
-        _CONVOLUTIONS, [(10, 5), (10, 2), (50, 10), (50, 20), (10, 5), (50, 10)], strict=True
+        [_PLAIN, *_CONVOLUTIONS[1:]], [(10, 5), (10, 2), (50, 10), (50, 20), (10, 5), (50, 10)], strict=True
     )
 ]
 _GPS: list[dict[str, Any]] = [
