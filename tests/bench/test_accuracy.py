@@ -40,7 +40,7 @@ def test_every_training_is_one_piece_and_reports_are_of_other_seeds_than_tuning(
 
 
 def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results):
-    """Over all seeds of tuning: trial 4 is best on one of them, trial 1 is too slow on another; trial 0 was once best, with
+    """Over all seeds: trial 4 is best on one of them, trial 1 is too slow on another; trial 0 was once best, with
     settings that are tried no more."""
     seconds, seeds = trials.SETS["cora"].most_seconds, trials.SETS["cora"].tuning_seeds
     values = [(0.7, 1), (0.9, 3 * seconds), (0.8, 1), (0.6, 1), (0.5, 1), (0.4, 1)]
