@@ -67,7 +67,7 @@ def measure(
         **_listed(builder),
     )
     model = config.model_config(
-        in_features=builder.graph.in_features,
+        in_features=builder.in_features,
         num_classes=graph.num_classes,
         multi_label=graph.multi_label,
         bias_size=builder.structure.size,

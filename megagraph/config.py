@@ -101,6 +101,8 @@ class TrainConfig:
 
     propagate: int = BatchOptions.propagate
     """Beside a node's features those of its surroundings, averaged once, twice, ... so many times."""
+    label_input: float = BatchOptions.label_input
+    """In full batches labels of such a part of the training nodes are input of a step, whose loss is of the others."""
     batching: Batching = BatchOptions.batching
     """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target;
     full: the whole graph is one sequence, and an epoch one step."""
@@ -222,6 +224,8 @@ class TrainConfig:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         if self.model == "graphormer" and self.bias == "projected":
             raise ValueError("bias must be bucket or auto for model graphormer, got projected")
+        if self.label_input and self.embedding == "learned":
+            raise ValueError("label_input needs embedding features, got learned")
         for name in ("clip_norm", "timeout"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

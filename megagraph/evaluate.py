@@ -44,7 +44,8 @@ def batches(config: TrainConfig, graph: Graph) -> Builder:
     """All that is computed once per graph."""
     if config.embedding == "learned":
         graph = replace(graph, features=graph.features[:, :0])  # nobody reads them
-    return prepare(graph, config.batch_options)
+    known = choose_split(graph, config).train if config.label_input else None
+    return prepare(graph, config.batch_options, known=known)
 
 
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
@@ -63,7 +64,7 @@ def model_config_of(config: TrainConfig, graph: Graph, builder: Builder) -> Mode
     learned = config.embedding == "learned"
     unit, start = bias_start(builder)
     return config.model_config(
-        in_features=builder.num_rows if learned else builder.graph.in_features,
+        in_features=builder.num_rows if learned else builder.in_features,
         num_classes=graph.num_classes,
         multi_label=graph.multi_label,
         bias_size=builder.structure.size,
@@ -232,7 +233,8 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
             "the model has learned a vector for every node of the graph it was trained on, and this graph has other "
             "edges; for another graph train with --embedding features"
         )
-    trained_on = model_config.in_features // (1 + config.propagate)
+    columns = model_config.in_features - (model_config.num_classes if config.label_input else 0)
+    trained_on = columns // (1 + config.propagate)
     if not learned and graph.in_features != trained_on:
         raise ValueError(f"the model was trained on {trained_on} features a node, got a graph with {graph.in_features}")
     model, weights, table = make_model(config, model_config), opened.weights(), None

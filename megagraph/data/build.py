@@ -33,6 +33,7 @@ class Builder(ABC):
     sequence_nodes: int  # N
     samples = 1  # sequences of a target
     relabel: np.ndarray | None = None  # [V]: the bias of a node is that of another one
+    label_columns = 0  # of the features, after those of the graph
 
     def __init__(
         self, graph: Graph, coarsening: Coarsening, structure: BiasChannels | DistanceBuckets | PairBuckets
@@ -69,7 +70,7 @@ class Builder(ABC):
         num_super = self.sequence_nodes - self.num_regular
         layout = self.layout(self.num_regular, num_super, share)
         num_sequences = share.num_sequences(batch_size * self.samples)
-        row_bytes = 4 * self.graph.in_features + 4 * 8  # features; degrees, ids, index, targets
+        row_bytes = 4 * self.in_features + 4 * 8  # features; degrees, ids, index, targets
         row_bytes += self.graph.labels[:1].nbytes
         rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
         return self.structure.num_bytes(num_sequences, self._bias_layout(layout, share)) + rest
@@ -81,6 +82,11 @@ class Builder(ABC):
     @abstractmethod
     def build(self, item: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE) -> Batch:
         """One batch from an item of the plan; labels of nodes outside ``label_mask`` [V] do not count."""
+
+    @property
+    def in_features(self) -> int:
+        """d_in of its batches."""
+        return self.graph.in_features + self.label_columns
 
     @property
     def num_rows(self) -> int:

@@ -29,7 +29,7 @@ def row_costs(num_pairs: np.ndarray, num_super: int) -> np.ndarray:
 class FullBatches(Builder):
     """One sequence: all nodes in the order of their clusters, every super node of the coarsening, global tokens.
 
-    A batch is the same each time but for the labels that count, so it is built once. N = V + P + G with P super nodes.
+    A batch is the same each time but for its labels, so it is built once. N = V + P + G with P super nodes.
     Ranks hold whole clusters, as many as make their work equal.
 
     Args:
@@ -56,6 +56,17 @@ class FullBatches(Builder):
         self._ends = np.flatnonzero(np.diff(clusters[order])) + 1
         self._work = row_costs(structure.relation.row_starts.diff().numpy(), num_super).cumsum()
         self._built: dict[Share, Batch] = {}
+        self._known: np.ndarray | None = None
+
+    def show_labels(self, nodes: np.ndarray, part: float) -> None:
+        """Labels of ``nodes`` become columns of the features, of 0 and 1 (Shi et al., 2021).
+
+        Where no others count, in training, they are of a random part of these nodes, which then does not count; else of
+        all of them. So nobody is asked for a label that is input.
+        """
+        self._known, self._part = np.zeros(self.graph.num_nodes, bool), part
+        self._known[nodes] = True
+        self.label_columns = self.graph.num_classes
 
     def layout(self, num_nodes: int, num_super: int, share: Share) -> NodeLayout:
         cuts = None if share.cp == 1 else self.cuts(share.cp)
@@ -93,8 +104,28 @@ class FullBatches(Builder):
         if share not in self._built:
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
             self._built[share] = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share)
-        built = self._built[share]
+        built, shown = self._built[share], self._shown(label_mask, rng)
+        if shown is not None:
+            label_mask = label_mask & ~shown
+            built = replace(built, features=torch.cat([built.features, self._columns(built, shown)], dim=1))
         labels = self._labels(regular, label_mask)
         block = built.layout.block()
         here = torch.from_numpy(np.ascontiguousarray(labels[:, block.start : block.stop]))
         return replace(built, labels=here, num_targets=int((labels >= 0).sum()))
+
+    def _shown(self, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+        """Whose labels are input, bool [V]."""
+        if self._known is None or (label_mask & ~self._known).any():
+            return self._known
+        drawn = self._known & (rng.random(len(self._known)) < self._part)
+        return drawn if (label_mask & ~drawn).any() else np.zeros_like(drawn)
+
+    def _columns(self, batch: Batch, shown: np.ndarray) -> torch.Tensor:
+        """Of every row of its features, [U, classes]."""
+        nodes = batch.node_ids.numpy()
+        rows = np.flatnonzero((nodes >= 0) & (nodes < len(shown)))
+        rows = rows[shown[nodes[rows]]]
+        columns, labels = torch.zeros(len(nodes), self.label_columns), torch.from_numpy(self.graph.labels[nodes[rows]])
+        several = labels if self.graph.multi_label else torch.nn.functional.one_hot(labels, self.label_columns)
+        columns[torch.from_numpy(rows)] = (several == 1).float()
+        return columns

@@ -31,6 +31,8 @@ class BatchOptions:
         max_distance: of a bucket bias: largest distance with a bucket of its own.
         global_tokens: G, at the end of every sequence.
         propagate: features of so many powers of the adjacency beside a node's own (``smooth.propagated``).
+        label_input: of full batches: labels of training nodes are input, of such a part of them in a training step
+            (``FullBatches``); 0: of none.
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         candidates, epsilon: of ego batches: the most others that a node samples from, the nearest by PageRank, and to
             what precision these are found (``Pagerank``); ``num_candidates`` has the default.
@@ -53,6 +55,7 @@ class BatchOptions:
     max_distance: int = 5
     global_tokens: int = 1
     propagate: int = 0
+    label_input: float = 0.0
     sample_nodes: int = 14
     samples: int = 8
     candidates: int | None = None
@@ -76,6 +79,10 @@ class BatchOptions:
         for low, name in (*((1, name) for name in names), (0, "global_tokens"), (0, "propagate"), (0, "top")):
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0.0 <= self.label_input < 1.0:
+            raise ValueError(f"label_input must be in [0, 1), got {self.label_input}")
+        if self.label_input and self.batching != "full":
+            raise ValueError(f"label_input needs batching full, got {self.batching}")
         if self.batching == "full" and self.bias != "bucket":
             raise ValueError(f"bias must be bucket or auto for full batches, got {self.bias}")
         if self.batching == "full" and (buckets := self.num_full_buckets) > MOST_BUCKETS:

@@ -30,16 +30,20 @@ def prepare(
     graph: Graph,
     options: BatchOptions,
     *,
+    known: np.ndarray | None = None,
     cluster_size: int | None = None,
     together: float = 0.5,
 ) -> Builder:
     """Super nodes, neighbours or clusters, and the tables of the bias.
 
     Args:
+        known: nodes whose labels are input, with ``options.label_input``.
         cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
         together: how clusters are packed (``ClusterBatches``).
     """
     builder = _builder(propagated(graph, options.propagate), options, cluster_size, together)
+    if known is not None and isinstance(builder, FullBatches):
+        builder.show_labels(known, options.label_input)
     if options.shuffle_structure:
         builder.relabel = _other_nodes(graph)
     return builder

@@ -223,6 +223,53 @@ def test_patience_ends_a_run(tmp_path, graph):
     assert all(len(values[:i]) - 1 - values[:i].index(max(values[:i])) < 3 for i in range(1, len(values)))
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_label_that_is_input_does_not_count(graph, several):
+    if several:
+        graph = replace(graph, labels=np.stack([graph.labels == c for c in range(3)], axis=1).astype(np.int8))
+    known = np.random.default_rng(1).random(240) < 0.6
+    builder = prepare(graph, options(label_input=0.3), known=np.flatnonzero(known))
+    (item,), wanted = builder.plan(np.arange(3), 32, None), np.zeros((240, 3), np.float32)
+    wanted[np.arange(240), graph.labels.argmax(axis=1) if several else graph.labels] = 1
+
+    def build(mask, seed=0):
+        """Which labels are input, which count."""
+        batch = builder.build(item, mask, np.random.default_rng(seed))
+        nodes, counts = batch.node_ids.numpy(), batch.labels[0].numpy()
+        columns = batch.features[:, 16:].numpy()[np.argsort(np.where(nodes < 0, 1 << 60, nodes))]
+        assert batch.features.shape[1] == builder.in_features == 19 and not columns[240:].any()
+        shown, counted = columns[:240].any(axis=1), np.zeros(240, bool)
+        counted[item[0]] = counts.max(axis=-1) >= 0 if several else counts >= 0
+        assert (columns[:240][shown] == wanted[shown]).all() and batch.num_targets == (counts >= 0).sum()
+        return shown, counted
+
+    parts = []
+    for seed in range(20):
+        shown, counted = build(known, seed)
+        assert not (shown & counted).any() and (shown | counted == known).all()
+        parts.append(shown.sum() / known.sum())
+    assert 0.25 < np.mean(parts) < 0.35 and len(set(parts)) > 5
+    for mask in (~known, np.ones(240, bool)):  # evaluation, prediction
+        shown, counted = build(mask)
+        assert (shown == known).all() and (counted == mask & ~known).all()
+    only = np.zeros(240, bool)
+    only[np.flatnonzero(known)[0]] = True
+    assert all((build(only, seed)[1] == only).all() for seed in range(9))  # something always counts
+
+
+def test_labels_tell_what_features_do_not(tmp_path, graph):
+    graph = replace(graph, features=np.ones((240, 16), np.float32))
+    changes = dict(epochs=30, dropout=0.0, input_dropout=0.0, attention_dropout=0.0, hops=1, top=0)
+    found = [train(tmp_path, graph, str(part), label_input=part, **changes)[0].test_accuracy for part in (0.0, 0.5)]
+    assert found[1] > found[0] + 0.2
+    # labels of other nodes than those of training are not looked at
+    split = choose_split(graph, mg.TrainConfig(**SMALL))
+    labels = graph.labels.copy()
+    labels[split.val], labels[split.test] = labels[split.val][::-1], labels[split.test][::-1]
+    one, other = (mg.predict(tmp_path / "0.5", x) for x in (graph, replace(graph, labels=labels)))
+    assert np.array_equal(one, other)
+
+
 BAD = {
     "pairs": (dict(max_pairs=700), "at most 700 pairs of nodes"),
     "dp": (dict(plan="1,1,2"), "plan must have dp = 1"),
@@ -236,6 +283,9 @@ BAD = {
     "top": (dict(top=-1), "top must be at least 0"),
     "propagate": (dict(propagate=-1), "propagate must be at least 0"),
     "patience": (dict(patience=0), "patience must be at least 1"),
+    "all labels": (dict(label_input=1.0), r"label_input must be in \[0, 1\), got 1.0"),
+    "labels of ego batches": (dict(batching="ego", label_input=0.5), "label_input needs batching full, got ego"),
+    "labels beside vectors": (dict(embedding="learned", label_input=0.5), "label_input needs embedding features"),
 }
 
 
