@@ -2,8 +2,8 @@
 
 Six trials a system, the same on every tuned set: for graph networks from the ranges of Luo et al. (NeurIPS 2024), for
 SGFormer and Polynormer from those that their authors published, cut to what a CPU does in the seconds that all have.
-Put in later, in place of others: the first of GCN, GraphSAGE and GAT, as they were published, since without it they fell
-behind on the public splits; and two of ours whose labels are input.
+Put in later, in place of others: the first of GCN, GraphSAGE and GAT, as they were published, since without it they
+fell behind on the public splits; and two of ours whose labels are input.
 """
 
 from __future__ import annotations
