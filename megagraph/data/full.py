@@ -56,7 +56,7 @@ class FullBatches(Builder):
         self._ends = np.flatnonzero(np.diff(clusters[order])) + 1
         self._work = row_costs(structure.relation.row_starts.diff().numpy(), num_super).cumsum()
         self._built: dict[Share, Batch] = {}
-        self._known: np.ndarray | None = None
+        self._known, self._part = np.zeros(graph.num_nodes, bool), 0.0
 
     def show_labels(self, nodes: np.ndarray, part: float) -> None:
         """Labels of ``nodes`` become columns of the features, of 0 and 1 (Shi et al., 2021).
@@ -64,8 +64,7 @@ class FullBatches(Builder):
         Where no others count, in training, they are of a random part of these nodes, which then does not count; else of
         all of them. So nobody is asked for a label that is input.
         """
-        self._known, self._part = np.zeros(self.graph.num_nodes, bool), part
-        self._known[nodes] = True
+        self._known[nodes], self._part = True, part
         self.label_columns = self.graph.num_classes
 
     def layout(self, num_nodes: int, num_super: int, share: Share) -> NodeLayout:
@@ -104,8 +103,9 @@ class FullBatches(Builder):
         if share not in self._built:
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
             self._built[share] = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share)
-        built, shown = self._built[share], self._shown(label_mask, rng)
-        if shown is not None:
+        built = self._built[share]
+        if self.label_columns:
+            shown = self._shown(label_mask, rng)
             label_mask = label_mask & ~shown
             built = replace(built, features=torch.cat([built.features, self._columns(built, shown)], dim=1))
         labels = self._labels(regular, label_mask)
@@ -113,9 +113,9 @@ class FullBatches(Builder):
         here = torch.from_numpy(np.ascontiguousarray(labels[:, block.start : block.stop]))
         return replace(built, labels=here, num_targets=int((labels >= 0).sum()))
 
-    def _shown(self, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+    def _shown(self, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Whose labels are input, bool [V]."""
-        if self._known is None or (label_mask & ~self._known).any():
+        if (label_mask & ~self._known).any():
             return self._known
         drawn = self._known & (rng.random(len(self._known)) < self._part)
         return drawn if (label_mask & ~drawn).any() else np.zeros_like(drawn)
