@@ -74,6 +74,19 @@ def readme(at: At) -> Iterator[str]:
 
 
 GRAPHS = ("citeseer", "cora", "computers")
+SYSTEMS = {
+    "megagraph": "HierarchicalGT",
+    "megagraph-unbiased": "the same, its bias of other nodes",
+    "graphormer": "Graphormer, with our settings",
+    "gcn": "GCN",
+    "sage": "GraphSAGE",
+    "gat": "GAT",
+    "cluster-gcn": "Cluster-GCN",
+    "sgformer": "SGFormer",
+    "polynormer": "Polynormer",
+    "gps": "GraphGPS",
+    "nodeformer": "NodeFormer",
+}
 
 
 def accuracies(at: At, name: str, model: str) -> tuple[float, float]:
@@ -86,6 +99,9 @@ def accuracy(at: At) -> Iterator[str]:
     for name in GRAPHS:
         cells = ["{:.1f} ± {:.1f}".format(*accuracies(at, name, model)) for model in ("hierarchical", "gcn")]
         yield f"| {name.title()} | {' | '.join(cells)} |"
+    found = [tuned_alike(at, name) for name in ("cora", "citeseer")]
+    for system, called in SYSTEMS.items():
+        yield f"| {called} | {' | '.join(of[system].removesuffix(' %') for of in found)} |"
     yield from convergence(at)
     yield from layouts(at)
     yield from depth(at)
