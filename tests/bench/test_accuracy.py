@@ -50,10 +50,11 @@ def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results
             assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results)[0] is None  # not all were tried
             value, cpu = (0.99 if (trial, seed) == (4, 0) else value), (1 if seed == 0 else cpu)
             own = row("gcn", trial, seed, value, cpu_seconds=cpu, settings=trials.TRIALS["gcn"][trial])
+            old = row("gcn", trial, seed, 0.99 if trial == 0 else 0.0, cpu_seconds=1, settings={})
             if (trial, seed) == (0, seeds[0]):
-                provenance.append_row("accuracy/cora", row("gcn", 0, seed, 0.99, cpu_seconds=1, settings={}))
+                provenance.append_row("accuracy/cora", old)
             with (results / "cpu/accuracy/cora.jsonl").open("a") as file:  # an origin takes as long as all of this
-                file.write(json.dumps(own) + "\n")
+                file.write(json.dumps(old) + "\n" + json.dumps(own) + "\n")
     assert accuracy.best_trial("cora", "gcn") == 2
     assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results) == (trials.TRIALS["gcn"][2], "cora")
     written = json.loads((results / "cpu/accuracy/cora.jsonl").read_text().splitlines()[0])
