@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megagraph import files, flags
 from megagraph.data.options import Batching, BatchOptions, Scope
-from megagraph.models.config import ModelConfig, ModelName
+from megagraph.models.config import Init, ModelConfig, ModelName
 from megagraph.planner.plan import Across, Comm, Plan, ScheduleName
 from megagraph.planner.workload import Precision
 
@@ -76,6 +76,8 @@ class TrainConfig:
     """Inner width of the feed-forward network."""
     heads: int = ModelConfig.heads
     """Attention heads; they divide dim."""
+    init: Init = ModelConfig.init
+    """Of weights: small: N(0, 0.02 / sqrt(layers)), as ANS-GT; xavier: by the widths of a layer, for full batches."""
     global_tokens: int = BatchOptions.global_tokens
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"

@@ -184,6 +184,7 @@ def taken(tmp_path):
 
 BAD_RUNS = {
     "heads": (dict(heads=3), ValueError, "heads must divide dim = 16, got 3"),
+    "initial values": (dict(init="large"), ValueError, "init must be small or xavier, got 'large'"),
     "epochs": (dict(epochs=0), ValueError, "epochs must be at least 1, got 0"),
     "probability": (dict(attention_dropout=1.5), ValueError, r"attention_dropout must be in \[0, 1\), got 1.5"),
     "super ratio": (dict(super_ratio=0.0), ValueError, r"super_ratio must be in \(0, 1\], got 0.0"),

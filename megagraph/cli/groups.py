@@ -42,7 +42,10 @@ GROUPS = {
     "model": _Group(
         "What is trained.",
         ("model", "layers", "dim", "heads"),
-        ("embedding", "ffn_dim", "global_tokens", "dropout", "input_dropout", "attention_dropout", "max_degree"),
+        (
+            "embedding", "ffn_dim", "global_tokens", "dropout", "input_dropout", "attention_dropout", "init",
+            "max_degree",
+        ),
     ),
     "bias": _Group(
         "What attention knows of the graph.",

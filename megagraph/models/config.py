@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megagraph import files
 from megagraph.data.options import BatchOptions
 
 ModelName = Literal["hierarchical", "graphormer"]
+Init = Literal["small", "xavier"]
 # what nobody could build, in time or in memory; others fit into 32 bits
 _AT_MOST = {"layers": 10_000, "dim": 1 << 24, "ffn_dim": 1 << 24, "heads": 1 << 24}
 
@@ -33,6 +34,8 @@ class ModelConfig:
         bias: ``"projected"`` (adjacency powers, one Linear per layer) or ``"bucket"`` (distances, one table per layer).
         bias_size: channels C of a projected bias, or buckets R of a table.
         bias_unit: what the learned part of a bias is divided by, a number for each of ``bias_size``; none: 1.
+        init: of weights: ``"small"`` (N(0, 0.02 / sqrt(L)), as ANS-GT and Graphormer) or ``"xavier"`` (uniform, by the
+            widths of a layer: Glorot and Bengio, 2010).
         bias_start: where it starts, in these units, in every layer and head; none: random, as weights.
         embedding: ``"features"`` (raw features, projected) or ``"learned"`` (vectors of width ``dim`` from a table
             outside the model, in place of features).
@@ -60,6 +63,7 @@ class ModelConfig:
     bias_size: int = BatchOptions.channels + BatchOptions.global_tokens
     bias_unit: tuple[float, ...] = ()
     bias_start: tuple[float, ...] = ()
+    init: Init = "small"
     max_degree: int = 512
     embedding: Literal["features", "learned"] = "features"
     graph_checksum: int = 0
@@ -73,6 +77,8 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
             if getattr(self, name) > (most := _AT_MOST.get(name, (1 << 31) - 1)):
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
+        if self.init not in get_args(Init):
+            raise ValueError(f"init must be {' or '.join(get_args(Init))}, got {self.init!r}")
         if self.dim % self.heads:
             raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
         if not 0 <= self.global_tokens < 1 << 31:

@@ -59,7 +59,7 @@ class GraphTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights from N(0, 0.02 / sqrt(L)), learned rows from N(0, 0.02), offsets zero, as Graphormer and ANS-GT.
+        """Weights as ``config.init`` says, learned rows from N(0, 0.02), offsets zero.
 
         The learned part of a bias starts where ``config.bias_start`` says.
         """
@@ -70,6 +70,8 @@ class GraphTransformer(nn.Module):
                     parameter.copy_(torch.tensor(self.config.bias_start))
             elif name in _TABLES:
                 nn.init.normal_(parameter, std=0.02)
+            elif parameter.ndim == 2 and self.config.init == "xavier" and not is_bias(name):
+                nn.init.xavier_uniform_(parameter)
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=std)
             elif name.endswith("bias"):

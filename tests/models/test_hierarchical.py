@@ -233,10 +233,26 @@ def test_bucket_bias():
     assert scores.shape == (2, 128, 4) and torch.isfinite(scores).all()
 
 
+@pytest.mark.parametrize("init", ["small", "xavier"])
+def test_initial_values(init):
+    torch.manual_seed(0)
+    model = mg.HierarchicalGT(replace(CONFIG, in_features=300, dim=64, ffn_dim=200, init=init))
+    for name, x in model.named_parameters():
+        small = init == "small" or name.endswith("bias_weight")
+        if name == "global_tokens":
+            expected = 0.02
+        elif x.ndim == 2:
+            expected = 0.02 / 3**0.5 if small else (2 / sum(x.shape)) ** 0.5
+        else:
+            expected = 1.0 if name.endswith("norm.weight") else 0.0
+        assert x.square().mean().sqrt().item() == pytest.approx(expected, rel=0.5 if x.numel() < 99 else 0.2), name
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(heads=3), "heads must divide dim = 16, got 3"),
+        (dict(init="zero"), "init must be small or xavier, got 'zero'"),
         (dict(layers=0), "layers must be at least 1, got 0"),
         (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
         (dict(bias_unit=(1.0,)), r"bias_unit must be 5 finite numbers or none, got \(1.0,\)"),
