@@ -136,15 +136,15 @@ _POLYNORMER: list[dict[str, Any]] = [  # of one head: with more, that of torch_g
 _SMALL = dict(layers=2, learning_rate=2e-3, weight_decay=0.1, dropout=0.5, input_dropout=0.5, attention_dropout=0.5)
 _LARGE = dict(learning_rate=3e-3, weight_decay=0.01, dropout=0.2, input_dropout=0.1, attention_dropout=0.1)
 _STRONG = dict(dropout=0.7, input_dropout=0.7)
-_WIDTHS = dict(init="xavier")
+_XAVIER = dict(init="xavier")
 _OURS: list[dict[str, Any]] = [
     dict(batching="full", patience=60, hops=1, super_nodes=2) | trial
     for trial in [
-        _SMALL | _WIDTHS | dict(propagate=2, top=0),
+        _SMALL | _XAVIER | dict(propagate=2, top=0),
         _SMALL | dict(propagate=2, top=0),
-        _SMALL | _STRONG | _WIDTHS | dict(propagate=2, top=32, learning_rate=3e-3, label_input=0.5),
-        _LARGE | _WIDTHS | dict(propagate=0, top=0, layers=5, dim=64, ffn_dim=64),
-        _LARGE | _WIDTHS | dict(propagate=0, top=0, layers=3, dropout=0.5, input_dropout=0.2),
+        _SMALL | _STRONG | _XAVIER | dict(propagate=2, top=32, learning_rate=3e-3, label_input=0.5),
+        _LARGE | _XAVIER | dict(propagate=0, top=0, layers=5, dim=64, ffn_dim=64),
+        _LARGE | _XAVIER | dict(propagate=0, top=0, layers=3, dropout=0.5, input_dropout=0.2),
         _SMALL | _STRONG | dict(propagate=2, top=32, learning_rate=1e-3),
     ]
 ]

@@ -34,9 +34,9 @@ class ModelConfig:
         bias: ``"projected"`` (adjacency powers, one Linear per layer) or ``"bucket"`` (distances, one table per layer).
         bias_size: channels C of a projected bias, or buckets R of a table.
         bias_unit: what the learned part of a bias is divided by, a number for each of ``bias_size``; none: 1.
+        bias_start: where it starts, in these units, in every layer and head; none: random, as small weights.
         init: of weights: ``"small"`` (N(0, 0.02 / sqrt(L)), as ANS-GT and Graphormer) or ``"xavier"`` (uniform, by the
             widths of a layer: Glorot and Bengio, 2010).
-        bias_start: where it starts, in these units, in every layer and head; none: random, as weights.
         embedding: ``"features"`` (raw features, projected) or ``"learned"`` (vectors of width ``dim`` from a table
             outside the model, in place of features).
         graph_checksum: of the graph whose nodes a learned embedding knows.

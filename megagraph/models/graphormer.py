@@ -19,7 +19,8 @@ class Graphormer(GraphTransformer):
     What differs from the published model, which classifies whole molecules: one degree instead of two, as our graphs
     are undirected; features are projected, not looked up; a bias table in every layer instead of one for all;
     no bias of edge features, which our graphs do not have; pre-LN, there an option; class scores of nodes, not of the
-    token. Initial values are the published ones, but for bias tables, which start where the data says.
+    token. Initial values are the published ones unless ``config.init`` says otherwise, but for bias tables, which start
+    where the data says.
 
     Args:
         config: sizes, see [megagraph.ModelConfig][].
