@@ -103,6 +103,8 @@ class TrainConfig:
 
     propagate: int = BatchOptions.propagate
     """Beside a node's features those of its surroundings, averaged once, twice, ... so many times."""
+    degree_input: bool = BatchOptions.degree_input
+    """Beside a node's features how many neighbours it has, of which attention, being a mean over them, knows little."""
     label_input: float = BatchOptions.label_input
     """In full batches labels of such a part of the training nodes are input of a step, whose loss is of the others."""
     batching: Batching = BatchOptions.batching
@@ -226,8 +228,9 @@ class TrainConfig:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         if self.model == "graphormer" and self.bias == "projected":
             raise ValueError("bias must be bucket or auto for model graphormer, got projected")
-        if self.label_input and self.embedding == "learned":
-            raise ValueError("label_input needs embedding features, got learned")
+        for name in ("degree_input", "label_input"):
+            if getattr(self, name) and self.embedding == "learned":
+                raise ValueError(f"{name} needs embedding features, got learned")
         for name in ("clip_norm", "timeout"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -366,22 +369,9 @@ class TrainConfig:
         """What a plan must fit, beside the processes."""
         return {"num_layers": self.layers, "heads": self.heads, "batch_sequences": self.batch_sequences}
 
-    def model_config(
-        self,
-        *,
-        in_features: int,
-        num_classes: int,
-        multi_label: bool = False,
-        bias_size: int,
-        bias_unit: tuple[float, ...] = (),
-        bias_start: tuple[float, ...] = (),
-        graph_checksum: int = 0,
-    ) -> ModelConfig:
-        """The model to train on data of which the arguments say this."""
-        data = {"in_features": in_features, "num_classes": num_classes, "multi_label": multi_label}
-        data["graph_checksum"] = graph_checksum
-        bias = {"bias": self.bias_form, "bias_size": bias_size, "bias_unit": bias_unit, "bias_start": bias_start}
-        return ModelConfig(**self._fields_of(ModelConfig, **data, **bias))
+    def model_config(self, **data: Any) -> ModelConfig:
+        """The model to train on data that say the other fields of one."""
+        return ModelConfig(**self._fields_of(ModelConfig, bias=self.bias_form, **data))
 
     @property
     def batch_options(self) -> BatchOptions:
@@ -390,8 +380,8 @@ class TrainConfig:
         return BatchOptions(**self._fields_of(BatchOptions, bias=self.bias_form, channel_dtype=channel_dtype))
 
     def _fields_of(self, kind: type[BatchOptions] | type[ModelConfig], **given: Any) -> dict[str, Any]:
-        """All fields of ``kind``: those given, and the others as they are here."""
-        return {field.name: getattr(self, field.name) for field in fields(kind) if field.name not in given} | given
+        """Fields of ``kind``: those given, and others that are here."""
+        return {field.name: getattr(self, field.name) for field in fields(kind) if hasattr(self, field.name)} | given
 
     @property
     def bias_form(self) -> Literal["projected", "bucket"]:

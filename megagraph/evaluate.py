@@ -100,8 +100,10 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
         graph = load_graph(config.dataset, config.root, seed=config.seed)
     else:
         graph = data if isinstance(data, Graph) else Graph.from_data(data, seed=config.seed)
-    if config.embedding == "features" and graph.in_features == 0:
-        raise ValueError("expected nodes with features, got none; add some, or pass --embedding learned")
+    if config.embedding == "features" and graph.in_features == 0 and not config.degree_input:
+        raise ValueError(
+            "expected nodes with features, got none; add some, or pass --embedding learned or --degree-input"
+        )
     return graph
 
 
@@ -234,7 +236,7 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
             "edges; for another graph train with --embedding features"
         )
     columns = model_config.in_features - (model_config.num_classes if config.label_input else 0)
-    trained_on = columns // (1 + config.propagate)
+    trained_on = columns // (1 + config.propagate) - config.degree_input
     if not learned and graph.in_features != trained_on:
         raise ValueError(f"the model was trained on {trained_on} features a node, got a graph with {graph.in_features}")
     model, weights, table = make_model(config, model_config), opened.weights(), None

@@ -5,6 +5,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -22,6 +23,11 @@ if not torch.cuda.is_available():
         from tests.interpreter import patch_once
 
         patch_once()
+
+
+# an example may import a library, or wait for the machine
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megagraph.data.graph import Split
@@ -108,7 +108,6 @@ def test_average_precision_is_the_mean_precision_at_each_positive(case):
     assert average_precision(*case) == (pytest.approx(np.mean(each)) if each else None)
 
 
-@settings(deadline=None)  # the first example imports scipy.stats
 @given(labelled())
 def test_roc_auc_of_several_labels_is_the_mean_over_them(case):
     each = []

@@ -57,7 +57,7 @@ GROUPS = {
         ("batching", "batch_size"),
         (
             "samples", "sample_nodes", "candidates", "epsilon", "super_ratio", "super_nodes", "sequence_nodes", "hops",
-            "top", "max_pairs", "propagate", "label_input",
+            "top", "max_pairs", "propagate", "degree_input", "label_input",
         ),
     ),
     "training": _Group(

@@ -31,6 +31,7 @@ class BatchOptions:
         max_distance: of a bucket bias: largest distance with a bucket of its own.
         global_tokens: G, at the end of every sequence.
         propagate: features of so many powers of the adjacency beside a node's own (``smooth.propagated``).
+        degree_input: the degree of a node beside its features (``smooth.with_degrees``).
         label_input: of full batches: labels of training nodes are input, of such a part of them in a training step
             (``FullBatches``); 0: of none.
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
@@ -55,6 +56,7 @@ class BatchOptions:
     max_distance: int = 5
     global_tokens: int = 1
     propagate: int = 0
+    degree_input: bool = False
     label_input: float = 0.0
     sample_nodes: int = 14
     samples: int = 8

@@ -16,7 +16,7 @@ from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
 from megagraph.data.sample import Pagerank
-from megagraph.data.smooth import propagated
+from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.structure import BiasChannels, DistanceBuckets
 from megagraph.progress import log
 
@@ -41,6 +41,8 @@ def prepare(
         cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
         together: how clusters are packed (``ClusterBatches``).
     """
+    if options.degree_input:
+        graph = with_degrees(graph)
     builder = _builder(propagated(graph, options.propagate), options, cluster_size, together)
     if known is not None and isinstance(builder, FullBatches):
         builder.show_labels(known, options.label_input)

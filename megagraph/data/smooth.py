@@ -1,4 +1,4 @@
-"""Features of a node's surroundings beside its own: x, A~ x, A~^2 x, ... (SIGN, Frasca et al. 2020)."""
+"""What a node's features are given beside: its degree, and features of its surroundings."""
 
 from __future__ import annotations
 
@@ -13,8 +13,23 @@ from megagraph.data.graph import Graph
 MOST_BYTES = 1 << 35
 
 
+def with_degrees(graph: Graph) -> Graph:
+    """The graph with one feature more: log(1 + degree) of each node, of mean 0, as large as others that are not 0.
+
+    Attention takes a mean over neighbours, which does not say how many they are.
+    """
+    logs, features = np.log1p(np.diff(graph.indptr)), graph.features
+    values = features.ravel() if isinstance(features, np.ndarray) else features.data
+    size = np.sqrt(np.einsum("i,i->", values, values, dtype=np.float64) / max(np.count_nonzero(values), 1)) or 1.0
+    column = (logs - logs.mean()) * (size / max(logs.std(), np.finfo(np.float32).tiny))
+    column = column.astype(features.dtype)[:, None]
+    if isinstance(features, np.ndarray):
+        return replace(graph, features=np.concatenate([features, column], axis=1))
+    return replace(graph, features=sp.hstack([features, sp.csr_array(column)], format="csr"))
+
+
 def propagated(graph: Graph, steps: int) -> Graph:
-    """The graph with features float32 [V, (1 + steps) * d_in]: x, A~ x, ..., A~^steps x.
+    """The graph with features float32 [V, (1 + steps) * d_in]: x, A~ x, ..., A~^steps x (SIGN, Frasca et al. 2020).
 
     x has rows of norm 1, and every block is scaled so that the norms of its rows have the root mean square of those
     that the graph came with: a projection then sees no power before another.

@@ -22,9 +22,7 @@ from megagraph.data.store import open_store, verify_store, write_store
 from tests.data.stores import edit_header
 
 CLEAR = (ValueError, OSError)
-QUICK = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def values(**changes):

@@ -8,19 +8,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_geometric.data import Data
 
 import megagraph as mg
 from megagraph.ablation import evaluate
 from megagraph.data.batch import Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.full import row_costs
+from megagraph.data.graph import Graph
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.prepare import prepare
 from megagraph.data.sample import Pagerank
-from megagraph.data.smooth import propagated
+from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_model
 from tests.data.graphs import dense_hops, dense_normalized, random_graphs
@@ -61,7 +64,7 @@ def the_batch(builder):
     return item[0], builder.build(item, np.ones(builder.graph.num_nodes, bool), np.random.default_rng(0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(graph=random_graphs(), hops=st.integers(1, 3), top=st.sampled_from([0, 2]))
 def test_pairs_and_buckets_are_those_of_their_definition(graph, hops, top):
     order, batch = the_batch(prepare(graph, options(hops=hops, top=top)))
@@ -92,7 +95,7 @@ def test_pairs_and_buckets_are_those_of_their_definition(graph, hops, top):
                 assert index[row, column] == want
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(graph=random_graphs())
 def test_super_nodes_and_tokens_have_the_buckets_of_coarse_distances(graph):
     chosen = options(hops=1, top=0, global_tokens=1)
@@ -202,6 +205,35 @@ def test_propagated_features_are_powers_of_the_adjacency(graph):
     assert propagated(graph, 0) is graph
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, sp.csr_array])
+def test_degrees_are_a_feature(graph, kind):
+    x = np.where(np.random.default_rng(0).random((240, 16)) < 0.3, graph.features, 0).astype(np.float16)
+    own = kind(x.astype(np.float32)) if kind is sp.csr_array else x.astype(kind)
+    wide = with_degrees(replace(graph, features=own)).features
+    assert type(wide) is type(own) and wide.dtype == own.dtype and wide.shape == (240, 17)
+    rows = (wide.toarray() if sp.issparse(wide) else wide).astype(np.float64)
+    assert np.array_equal(rows[:, :16], x)
+    logs = np.log([1 + len(set(row.indices)) for row in graph.adjacency.tocsr()])
+    assert np.corrcoef(rows[:, 16], logs)[0, 1] > 1 - 1e-6 and abs(rows[:, 16].mean()) < 1e-3
+    np.testing.assert_allclose(np.square(rows[:, 16]).mean(), np.square(x[x != 0].astype(float)).mean(), rtol=2e-3)
+    ring = Graph.from_data(Data(x=torch.ones(5, 2), edge_index=torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])))
+    assert not with_degrees(ring).features[:, 2].any()  # nothing to tell
+
+
+@pytest.mark.parametrize("batching", ["full", "ego"])
+def test_degrees_are_learned_from(tmp_path, graph, batching):
+    degrees = np.diff(graph.indptr)
+    plain = replace(graph, features=graph.features[:, :0], labels=(degrees > np.median(degrees)).astype(np.int64))
+    changes = dict(batching=batching, sample_nodes=4, samples=2, channels=2, super_nodes=None)
+    with pytest.raises(ValueError, match=r"expected nodes with features, got none; .* or --degree-input"):
+        train(tmp_path, plain, **changes)
+    summary, config = train(tmp_path, plain, degree_input=True, init="xavier", epochs=20, dropout=0.0, **changes)
+    assert summary.test_accuracy > 0.95 > summary.majority_accuracy + 0.2
+    assert mg.predict(config.out, plain).shape == (240, 3)
+    with pytest.raises(ValueError, match="trained on 0 features a node, got a graph with 16"):
+        mg.predict(config.out, graph)
+
+
 @pytest.mark.slow
 def test_propagated_features_train_and_predict(tmp_path, graph):
     for batching in ("full", "ego"):
@@ -285,6 +317,7 @@ BAD = {
     "patience": (dict(patience=0), "patience must be at least 1"),
     "all labels": (dict(label_input=1.0), r"label_input must be in \[0, 1\), got 1.0"),
     "labels of ego batches": (dict(batching="ego", label_input=0.5), "label_input needs batching full, got ego"),
+    "degrees beside vectors": (dict(embedding="learned", degree_input=True), "degree_input needs embedding features"),
     "labels beside vectors": (dict(embedding="learned", label_input=0.5), "label_input needs embedding features"),
 }
 

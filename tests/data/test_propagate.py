@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megagraph.data.coarsen import partition, quality
@@ -47,7 +47,6 @@ def plain_merge(indptr, indices, order, starts, members, label, size, room):
     return merged
 
 
-@settings(deadline=None)
 @given(random_graphs(), st.integers(1, 14), st.integers(0, 4), st.integers(0, 2**16))
 def test_compiled_passes_do_what_plain_ones_do(graph, room, spare, seed):
     nodes = graph.num_nodes
@@ -84,7 +83,6 @@ def test_leftovers_go_where_their_edges_lead_then_to_the_smallest_then_in_parts(
     assert label.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 1] and size.tolist() == [5, 5, 0, 0, 0]
 
 
-@settings(deadline=None)
 @given(random_graphs(max_nodes=40), st.integers(1, 40), st.integers(0, 3))
 def test_counts_and_sizes_keep_their_bounds_on_any_graph(graph, num_parts, seed):
     nodes = graph.num_nodes

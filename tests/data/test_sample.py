@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -16,7 +16,6 @@ def exact_pagerank(graph, alpha):
     return alpha * np.linalg.inv(np.eye(graph.num_nodes) - (1 - alpha) * dense_normalized(graph.adjacency))
 
 
-@settings(deadline=None)
 @given(random_graphs(), st.sampled_from([1e-1, 1e-2, 1e-4]))
 def test_pagerank_is_within_its_bound(graph, epsilon):
     pagerank = Pagerank(graph, epsilon=epsilon, max_candidates=graph.num_nodes)
@@ -34,7 +33,6 @@ def test_pagerank_is_within_its_bound(graph, epsilon):
     assert len(set(zip(row, neighbors.nodes, strict=True))) == len(row)
 
 
-@settings(deadline=None)
 @given(random_graphs(), st.integers(1, 4))
 def test_the_mass_of_the_candidates_is_their_part_of_the_exact_weight(graph, most):
     """Of graphs so small that all nodes are looked at."""
@@ -63,7 +61,6 @@ def test_the_strongest_candidates_are_kept_for_the_sources_asked_for():
         assert np.allclose(few.weights[5 * i : 5 * i + 5], np.sort(everyone.weights[every])[:-6:-1])
 
 
-@settings(deadline=None)
 @given(random_graphs(), st.integers(1, 6), st.integers(1, 3), st.integers(0, 99))
 def test_samples_are_candidates_without_replacement_then_padding(graph, k, num_samples, seed):
     targets = np.arange(graph.num_nodes)[::-1]

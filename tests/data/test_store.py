@@ -58,7 +58,7 @@ def test_a_store_is_the_graph(stored, graph):
     assert describe(stored.store).startswith(f"mine: 300 nodes, {graph.num_edges // 2:,} undirected edges, 8 features")
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(random_graphs(), st.sampled_from(["same", "fp16", "sparse"]))
 def test_any_graph_can_be_stored(tmp_path_factory, graph, form):
     folder = tmp_path_factory.mktemp("any") / "store"

@@ -94,7 +94,7 @@ def expected_channels(graph, coarsening, regular, supers, scope):
 
 @pytest.mark.parametrize("scope", ["graph", "batch"])
 @pytest.mark.parametrize("own_super", [False, True], ids=["ansgt", "own"])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sequences(), st.sampled_from([1, 2, 3, 5]))
 def test_channels_are_the_definition(scope, own_super, problem, cp):
     graph, coarsening, regular, supers = problem
@@ -132,7 +132,7 @@ def expected_buckets(graph, coarsening, regular, supers, max_distance):
 
 
 @pytest.mark.parametrize("max_distance", [1, 3])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sequences(), st.sampled_from([1, 2, 3, 5]))
 def test_buckets_are_hop_distances(max_distance, problem, cp):
     graph, coarsening, regular, supers = problem
