@@ -222,12 +222,15 @@ def run(
     torch.set_num_threads(1)
     own, parts = map(int, part.split("/"))
     ends = time.monotonic() + 60 * minutes
+    waiting: dict[tuple[str, str], list[str]] = {}
     for number, piece in enumerate(piece for name in sets for piece in pieces(name) if piece.system in systems):
         if number % parts != own:
             continue
         settings, of = settings_of(piece, root)
-        rows = filter(piece.is_of, rows_of(piece.set))
-        if settings is None or any(row["settings"] == settings for row in rows):
+        if settings is None:
+            waiting.setdefault((piece.set, of), []).append(piece.system)
+            continue
+        if any(row["settings"] == settings for row in filter(piece.is_of, rows_of(piece.set))):
             continue
         if time.monotonic() + of_name(piece.set).most_seconds > ends:
             break
@@ -239,6 +242,8 @@ def run(
             f"{row['cpu_seconds']:.0f} CPU s",
             flush=True,
         )
+    for (name, of), systems in waiting.items():
+        print(f"{name}: {', '.join(dict.fromkeys(systems))} cannot be reported before they are tuned: run --sets {of}")
 
 
 def plan() -> None:

@@ -61,11 +61,15 @@ def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results
     assert written.keys() >= {"device", "torch", "commit", "tree", "sources"}
 
 
-def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(results, monkeypatch):
+def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(results, monkeypatch, capsys):
     likeness = {"cora": [3, 0, 1], "pubmed": [4, 0, 1], "computers": [4, 1, 1], "tolokers": [4, 2, 0], "own": [4, 2, 1]}
     monkeypatch.setattr(accuracy, "likeness", lambda name, root: np.array(likeness[name], float))
     assert [accuracy.nearest(name, results) for name in likeness] == [*list(likeness)[:4], "computers"]
     assert accuracy.nearest("citeseer-public", results) == "citeseer-public"
+    accuracy.run(results, sets=("own",), systems=("gcn", "megagraph"), minutes=0)
+    assert capsys.readouterr().out.splitlines() == [
+        "own: gcn, megagraph cannot be reported before they are tuned: run --sets computers"
+    ]
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
