@@ -20,6 +20,7 @@ from megagraph.kernels.tile import INTERPRET
 
 _MOST_PLANS = 4096  # they hold no memory of a device; sizes may vary from batch to batch
 plans: dict[tuple, Plan] = {}
+_VALUES = frozenset({type(None), bool, int, float, str})  # isinstance takes longer
 
 
 class Recorder:
@@ -111,11 +112,13 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
         given: list[Tensor] = []
         pointers: list[int] = []
         for x in _fields(arguments):
-            if isinstance(x, Tensor):
+            if type(x) in _VALUES:
+                keys.append(x)
+            elif isinstance(x, Tensor):
                 pointer, dtype = x.data_ptr(), x.dtype
                 keys += (Tensor, x.shape, x.stride(), dtype, pointer % 16)
                 pointers.append(pointer)
-                given.append(x.view(torch.uint8) if dtype == torch.bool else x)
+                given.append(x.view(torch.uint8) if dtype is torch.bool else x)
             else:
                 keys.append(tuple(x) if isinstance(x, list) else x)
         if len(set(pointers)) < len(pointers):  # who shares memory with whom
@@ -137,7 +140,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
 def _fields(arguments: tuple[Any, ...]) -> list[Any]:
     values: list[Any] = []
     for x in arguments:
-        if x is None or isinstance(x, (Tensor, int, float)):
+        if type(x) in _VALUES or isinstance(x, Tensor):
             values.append(x)
         else:
             values += vars(x).values()

@@ -200,24 +200,35 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step, q, k, v, learned):
-        out, lse = _forward(_checked(step, q, k, v), q, k, v)
+        step = _checked(step, q, k, v)
+        out, lse = _forward(step, q, k, v)
         ctx.values, tensors = step.split()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *tensors, out, lse)
+        saved = (q, k, v, *tensors, out, lse)
+        ctx.places = _places(saved)
+        ctx.save_for_backward(*saved)
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        q, k, v, *tensors, out, lse = ctx.saved_tensors
+        q, k, v, *tensors, out, lse = saved = ctx.saved_tensors
         step, learned_grad = Step.join(ctx.values, tensors), ctx.needs_input_grad[4]
         if d_out is None:
             d_out = torch.zeros_like(out)
         if is_watched(d_out) or torch.is_grad_enabled():
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
-            step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)
+            if _places(saved) == ctx.places:  # as it was checked by forward
+                _check_given(q, d_out, d_lse)
+            else:
+                step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)
             *gradients, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
         return None, *gradients, d_learned if learned_grad else None
+
+
+def _places(tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, ...] | None]:
+    """Of what may be replaced or freed between forward and backward."""
+    return [None if x is None else (x.data_ptr(), x.dtype, x.shape) for x in tensors]
 
 
 # ---- one step of a ring
@@ -341,7 +352,8 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
     step = _checked_backward(Step.read(iter(arguments)), q, k, v, d_out, d_lse, out, lse)
-    return _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
+    dq, dk, dv, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
+    return dq, dk, dv, q.new_empty(0) if d_learned is None else d_learned
 
 
 def _checked_backward(
@@ -349,17 +361,21 @@ def _checked_backward(
 ) -> Step:
     check_tensor("q", q, d_out.device, d_out.shape, d_out.dtype)  # the others are to fit q
     step = _checked(step, q, k, v)
-    check_tensor("d_out", d_out, q.device, q.shape)
+    _check_given(q, d_out, d_lse)
     check_tensor("out", out, q.device, q.shape, q.dtype)
-    if d_lse is not None:
-        check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
     _check_rows(q, lse=lse)
     return step
 
 
+def _check_given(q: Tensor, d_out: Tensor, d_lse: Tensor | None) -> None:
+    check_tensor("d_out", d_out, q.device, q.shape, q.dtype)
+    if d_lse is not None:
+        check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
+
+
 def _gradients(
     step: Step, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, Tensor | None, Tensor, Tensor], learned_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of a step that was checked; ``saved``: d_out, d_lse, out, lse."""
     d_out, d_lse, out, lse = saved
     dq, dk, dv = (reuse.empty_like(x) for x in (q, k, v))
@@ -367,22 +383,14 @@ def _gradients(
     if learned_grad and learned is not None:
         d_learned = learned_gradient(step, q, learned, accumulate=False)
     gradients = Gradients(
-        d_out=d_out,
-        lse=lse,
-        delta=torch.empty_like(lse),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        d_learned=d_learned,
-        accumulate=False,
+        d_out=d_out, lse=lse, delta=torch.empty_like(lse), dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=False
     )
     if q.numel() and k.shape[2]:
         delta_of = DeltaOf(out=out, d_lse=None if d_lse is None else d_lse.contiguous())
         ENGINES[step.engine].backward(step, q, k, v, gradients, delta_of)
     else:
         gradients.of_no_keys()
-    d_learned = q.new_empty(0) if d_learned is None or learned is None else d_learned.to(learned.dtype)
-    return dq, dk, dv, d_learned
+    return dq, dk, dv, None if d_learned is None or learned is None else d_learned.to(learned.dtype)
 
 
 @_attention_backward.register_fake

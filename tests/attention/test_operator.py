@@ -393,3 +393,16 @@ def test_saved_for_backward_are_the_inputs_and_the_result(form, impl):
     allowed = [*inputs, out, lse, problem.padding, problem.dropout_key]
     allowed += [] if problem.bias is None else [problem.bias.data, problem.bias.mask]
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in allowed if x is not None}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_saved_may_come_back_elsewhere(impl):
+    problem = make_problem("bucket", Shape(9, 11, 8), dtype=torch.float32)
+    found = []
+    for give in (lambda x: x, torch.clone):
+        inputs = [x.detach().requires_grad_() for x in problem.inputs]
+        bias = mg.BucketBias(problem.bias.index, inputs[3])
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, give):
+            out = mg.biased_attention(*inputs[:3], bias, impl=impl)
+            found.append(torch.autograd.grad(out.square().sum(), inputs))
+    assert all(map(torch.equal, *found))
