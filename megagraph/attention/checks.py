@@ -23,6 +23,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.attention.step import Step
 
 MAX_HEAD_DIM = 256
+_ONE_STEP = (DenseBias, BucketBias, ProjectedBias)
 T = TypeVar("T")
 
 
@@ -75,7 +76,7 @@ def check_inputs(
 
     tensors: dict[str, Tensor | None] = {"k": k, "v": v}
     if bias is not None:
-        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias) and (
+        if not isinstance(bias, _ONE_STEP) and (
             layout is None or not isinstance(bias, BorderedBias)  # which takes several steps
         ):
             raise ValueError(
@@ -115,9 +116,10 @@ def check_inputs(
                 "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
             )
         tensors["dropout_key"] = dropout_key
+    device = q.device
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {tensor.device}")
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on the device of q, {device}, got {tensor.device}")
 
 
 def check_scale(scale: float) -> float:

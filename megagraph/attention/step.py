@@ -33,7 +33,8 @@ def _names(kind: Any) -> list[str]:
 
 
 class Arguments:
-    """A dataclass whose fields an operator takes as arguments."""
+    """A dataclass whose fields an operator takes as arguments. Nobody sets one later: it is not frozen, as the
+    constructor would take several times as long."""
 
     WRITTEN: ClassVar[tuple[str, ...]] = ()  # fields that an operator writes to
 
@@ -60,19 +61,10 @@ class Arguments:
 
     def but(self: T, **values: Any) -> T:
         """These with others in place of some."""
-        return self._of(self.values() | values)
-
-    @classmethod
-    def _of(cls: type[T], values: dict[str, Any]) -> T:
-        """Of all fields, in order; the constructor of what is frozen takes several times as long."""
-        if is_compiling():
-            return cls(**values)
-        made = object.__new__(cls)
-        vars(made).update(values)
-        return made
+        return type(self)(**(self.values() | values))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Step(Arguments):
     """This rank's queries against one visiting block of keys: what forward and backward share.
 
@@ -125,13 +117,13 @@ class Step(Arguments):
     @classmethod
     def join(cls, values: dict[str, Any], tensors: Iterable[Tensor | None]) -> Step:
         """What :meth:`split` took apart."""
-        return cls._of(values | dict(zip(_NO_TENSORS, tensors, strict=True)))
+        return cls(**(values | dict(zip(_NO_TENSORS, tensors, strict=True))))
 
 
 _NO_TENSORS = {name: None for name, kind in get_type_hints(Step).items() if kind == Tensor | None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class State(Arguments):
     """The softmax of the keys met so far, which a step reads unless it is ``first`` and writes unless it is ``last``;
     the last one writes its result instead. What is neither is None."""
@@ -153,7 +145,7 @@ class State(Arguments):
         return State(first=first, last=last, m=m, l=l, acc=acc, out=out, lse=lse)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Gradients(Arguments):
     """What backward of a step reads, and what it writes, or adds to.
 
@@ -187,7 +179,7 @@ class Gradients(Arguments):
             torch.sum(shares, dim=0, out=self.d_learned)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DeltaOf:
     """What delta is made of, beside d_out."""
 
