@@ -11,8 +11,8 @@ gradients.
 A round calls every case once, so that shapes and forms alternate; the first rounds compile and fill caches. Backward
 is ``torch.autograd.grad`` of out, with the engine's own work.
 
-Fixed: bf16, seed 0, heads as projections leave them, 32 entries or 4 channels, gradients of all, no dropout; 5 warm-up
-rounds, 200 rounds.
+Fixed: bf16, seed 0, heads as projections leave them, 32 entries or 4 channels, gradients of all, no dropout; 5 runs of
+new processes, each of 5 warm-up rounds and 200 rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 HERE = Path(__file__).parents[1]
 SHAPES = ((4, 8, 32, 8), (2, 32, 144, 4), (1, 8, 512, 8), (1, 8, 512, 64))  # B, H, N, D
 FORMS = ("none", "dense", "bucket", "projected")
-WARMUP_ROUNDS, ROUNDS = 5, 200
+RUNS, WARMUP_ROUNDS, ROUNDS = 5, 5, 200
 ARCH = "sm_90"
 
 
@@ -133,7 +133,8 @@ def main(old: Path | None = None) -> None:
     """Print medians and the spread, and write the rows to bench/results/cpu/host.json."""
     from bench.provenance import PACKAGE, write_rows
 
-    found = measure({"new": HERE} | ({} if old is None else {"old": old.resolve()}))
+    runs = [measure({"new": HERE} | ({} if old is None else {"old": old.resolve()})) for _ in range(RUNS)]
+    found = {name: np.concatenate([run[name] for run in runs]) for name in runs[0]}
     rows = []
     for i, (shape, form) in enumerate((shape, form) for shape in SHAPES for form in FORMS):
         for j, direction in enumerate(("forward", "backward")):
@@ -148,13 +149,19 @@ def main(old: Path | None = None) -> None:
             )
             if old is not None:
                 row["ratio"] = row["new"]["median"] / row["old"]["median"]
+                ours, theirs = ([np.median(run[name][:, i, j]) for run in runs] for name in ("new", "old"))
+                row["ratio_of_runs"] = (np.array(ours) / theirs).tolist()
                 text += f", ratio {row['ratio']:.2f}"
             rows.append(row)
             print(f"{form:9} {shape} {direction:8}: {text}", flush=True)
     if old is not None:
         for direction in ("forward", "backward"):
             ratios = [row["ratio"] for row in rows if row["direction"] == direction]
-            print(f"{direction}: ratio {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
+            of_runs = np.median([row["ratio_of_runs"] for row in rows if row["direction"] == direction], axis=0)
+            print(
+                f"{direction}: ratio {np.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f} over cases, "
+                f"{of_runs.min():.2f} to {of_runs.max():.2f} over runs"
+            )
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=old, capture_output=True, text=True)
         rows = [row | {"old_commit": commit.stdout.strip()} for row in rows]
     print(write_rows("host", rows, folder="cpu", children=PACKAGE))
