@@ -13,11 +13,19 @@ import pytest
 import megagraph as mg
 from megagraph.__main__ import main
 from megagraph.cli.groups import GROUPS
+from megagraph.data.options import BatchOptions
+from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan
 from megagraph.run import Run
 from tests.checkpoint_cases import config
 
 NAMES = [own.name for own in fields(mg.TrainConfig)]
+
+
+def test_every_option_of_batches_and_models_is_a_flag_but_what_the_data_says():
+    of_data = {"in_features", "num_classes", "multi_label", "bias_size", "bias_unit", "bias_start", "graph_checksum"}
+    assert {own.name for own in fields(ModelConfig)} - {*NAMES} == of_data
+    assert {own.name for own in fields(BatchOptions)} - {*NAMES} == {"channel_dtype"}
 
 
 @pytest.fixture

@@ -218,17 +218,17 @@ class _Attention(torch.autograd.Function):
         if is_watched(d_out) or torch.is_grad_enabled():
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
-            if _places(saved) == ctx.places:  # as it was checked by forward
-                _check_given(q, d_out, d_lse)
-            else:
+            _check_given(q, d_out, d_lse)
+            if _places(saved) != ctx.places:  # not what forward has checked
                 step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)
             *gradients, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
         return None, *gradients, d_learned if learned_grad else None
 
 
-def _places(tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, ...] | None]:
-    """Of what may be replaced or freed between forward and backward."""
-    return [None if x is None else (x.data_ptr(), x.dtype, x.shape) for x in tensors]
+def _places(tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, ...]]:
+    """Of what may be replaced, freed or made smaller between forward and backward."""
+    there = [x for x in tensors if x is not None]
+    return [(x.data_ptr(), x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in there]
 
 
 # ---- one step of a ring

@@ -14,7 +14,8 @@ MOST_BYTES = 1 << 35
 
 
 def with_degrees(graph: Graph) -> Graph:
-    """The graph with one feature more: log(1 + degree) of each node, of mean 0, as large as others that are not 0.
+    """The graph with features [V, d_in + 1], of the kind that it has: the last one is log(1 + degree), of mean 0, as
+    large as others that are not 0.
 
     Attention takes a mean over neighbours, which does not say how many they are.
     """
