@@ -57,10 +57,10 @@ def compile_loops() -> None:
     mg.biased_attention(q, q, q, impl="blocked_long").sum().backward()  # as in a ring
 
 
-def start(kind: str, phase: str, plan: str, folder: Path) -> subprocess.Popen:
+def start(kind: str, phase: str, plan: str, timeout: int, folder: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tests/parallel/faulty.py"), kind, phase, "1", str(folder / "log"), "train"]
-    command += [*FLAGS.split(), "--timeout", str(TIMEOUT), "--plan", plan, "--out", str(folder / "run")]
+    command += [*FLAGS.split(), "--timeout", str(timeout), "--plan", plan, "--out", str(folder / "run")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -73,11 +73,11 @@ def runs(pid: int) -> bool:
         return False
 
 
-def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
+def case(kind: str, phase: str, plan: str, timeout: int = TIMEOUT) -> dict[str, Any]:
     """Start a run and look at its processes until all are gone."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        launcher = start(kind, phase, plan, folder)
+        launcher = start(kind, phase, plan, timeout, folder)
         deadline = time.monotonic() + GIVE_UP
         gone: dict[int, float] = {}
         held_up, looked = 0.0, time.monotonic()
@@ -96,7 +96,7 @@ def case(kind: str, phase: str, plan: str) -> dict[str, Any]:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     os.kill(int(log.read_text()), 9)
         output = (folder / "output").read_text(errors="replace")
-        row = {"kind": kind, "phase": phase, "plan": plan, "unit": "seconds", "timeout": TIMEOUT}
+        row = {"kind": kind, "phase": phase, "plan": plan, "unit": "seconds", "timeout": timeout}
         row |= {"held_up_seconds": round(held_up, 2)}
         fault = folder / "log-fault"
         if not fault.exists():
