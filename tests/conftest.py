@@ -51,6 +51,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _undrawn():
+    import tests.undrawn  # noqa: F401
+
+
 @pytest.fixture(scope="session")
 def data_root(request, tmp_path_factory) -> Path:
     """A writable copy of the raw data sets: PyG writes a processed/ folder beside each raw/."""

@@ -16,7 +16,7 @@ import torch
 START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot use the GPU of its parent
 CONTEXT = multiprocessing.get_context(START_METHOD)
 CONTEXT.set_forkserver_preload(
-    ["tests.attention.ring_cases", "tests.checkpoint_cases", "tests.parallel.cases", "megagraph.cli"]
+    ["tests.attention.ring_cases", "tests.checkpoint_cases", "tests.parallel.cases", "tests.undrawn", "megagraph.cli"]
 )
 
 
@@ -89,13 +89,16 @@ def launch(world_size: int, *arguments: object) -> list[Done]:
 
 def launch_each(arguments: list[tuple[object, ...]]) -> list[Done]:
     """Each rank with its own arguments."""
+    return [command.finish() for command in start_each(arguments)]
+
+
+def start_each(arguments: list[tuple[object, ...]]) -> list[Command]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     size = str(len(arguments))
     where = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    started = [
+    return [
         Command(*words, environment=where | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank, words in enumerate(arguments)
     ]
-    return [command.finish() for command in started]

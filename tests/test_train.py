@@ -293,6 +293,7 @@ def test_command_line(tmp_path):
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 3
+    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
     done = Command("predict", out, "--out", tmp_path / "p.npy").finish()
     assert done.returncode == 0, done.stderr
     assert np.load(tmp_path / "p.npy").shape == (2000, 6)

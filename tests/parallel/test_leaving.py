@@ -16,53 +16,69 @@ import pytest
 from bench.restarts import FLAGS, ROOT, finish, outcome, steps_of
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
+from tests.processes import Command, start_each
 
 pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, *more: object, processes: int = 2, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *launcher]
-    command += ["-m", "megagraph", "train", *FLAGS.split(), "--dataset", str(folder.parent / "store")]
-    command += ["--resume", "auto", "--out", str(folder / "run"), *map(str, more)]
+def words(folder: Path, *more: object) -> list[str]:
+    command = ["train", *FLAGS.split(), "--dataset", folder.parent / "store", "--resume", "auto"]
+    return [*map(str, command), "--out", str(folder / "run"), *map(str, more or ("--plan", "1,1,2"))]
+
+
+def torchrun(folder: Path, *flags: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("a") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        return subprocess.Popen(
+            [*command, "-m", "megagraph", *words(folder)],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
-def ranks_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    return sorted(psutil.Process(launcher.pid).children(), key=lambda process: process.pid)
+def two_ranks(folder: Path) -> list[Command]:
+    """Where nothing is asked of a launcher."""
+    return start_each([tuple(words(folder))] * 2)
 
 
-def after_a_few_steps(folder: Path, launcher: subprocess.Popen) -> None:
-    while launcher.poll() is None and (not (folder / "run/metrics.jsonl").exists() or steps_of(folder / "run") < 4):
+def alone(folder: Path, *more: object) -> None:
+    done = Command(*words(folder, *more)).finish()
+    with (folder / "output").open("a") as output:
+        output.write(done.stderr)
+
+
+def after_a_few_steps(folder: Path, process: subprocess.Popen | Command) -> None:
+    while process.poll() is None and (not (folder / "run/metrics.jsonl").exists() or steps_of(folder / "run") < 4):
         time.sleep(0.01)
 
 
 def undisturbed(folder: Path) -> None:
-    finish(start(folder, "--plan", "1,1,2"))
+    assert [rank.finish().returncode for rank in two_ranks(folder)] == [0, 0]
 
 
 def one_rank_is_told(folder: Path) -> None:
-    launcher = start(folder, "--plan", "1,1,2")
-    after_a_few_steps(folder, launcher)
-    ranks_of(launcher)[1].send_signal(signal.SIGUSR1)
-    (folder / "code").write_text(str(finish(launcher)))
+    ranks = two_ranks(folder)
+    after_a_few_steps(folder, ranks[1])
+    os.kill(ranks[1].pid, signal.SIGUSR1)
+    done = [rank.finish() for rank in ranks]
+    (folder / "output").write_text("".join(rank.stderr for rank in done))
+    (folder / "code").write_text(" ".join(str(rank.returncode) for rank in done))
 
 
 def launcher_passes_it_on(folder: Path) -> None:
-    handled = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    launcher = start(folder, "--plan", "1,1,2", launcher=handled)
+    launcher = torchrun(folder, "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     after_a_few_steps(folder, launcher)
     launcher.send_signal(signal.SIGUSR1)
-    finish(launcher)
+    (folder / "code").write_text(str(finish(launcher)))
 
 
 def launcher_dies(folder: Path) -> None:
-    launcher = start(folder, "--plan", "1,1,2")
+    launcher = torchrun(folder)
     after_a_few_steps(folder, launcher)
-    ranks = ranks_of(launcher)
+    ranks = psutil.Process(launcher.pid).children()
     launcher.send_signal(signal.SIGUSR1)  # kills it, as it was not told to handle it
     launcher.wait()
     _, alive = psutil.wait_procs(ranks, timeout=600)
@@ -70,12 +86,12 @@ def launcher_dies(folder: Path) -> None:
 
 
 def fewer_come_back(folder: Path) -> None:
-    launcher = start(folder, "--plan", "1,1,2")
+    launcher = torchrun(folder)
     after_a_few_steps(folder, launcher)
     launcher.send_signal(signal.SIGTERM)
     finish(launcher)
-    finish(start(folder, "--plan", "1,1,2", processes=1))
-    finish(start(folder, "--plan", "auto", "--memory-gib", 4, processes=1))
+    alone(folder)
+    alone(folder, "--plan", "auto", "--memory-gib", 4)
 
 
 CASES = (undisturbed, one_rank_is_told, launcher_passes_it_on, launcher_dies, fewer_come_back)
@@ -102,11 +118,12 @@ def test_all_ranks_leave_after_the_same_step_and_go_on(folders, case):
     assert f"after {steps} steps; go on with the same command" in said, said
     assert (folder / "run/checkpoints/latest").read_text() == f"step-{steps:06d}"
     assert not (folder / "run/lock").exists()
-    expected = {one_rank_is_told: ["0"], launcher_dies: [f"-{signal.SIGUSR1.value} 0"], launcher_passes_it_on: []}
-    assert [path.read_text() for path in folder.glob("code")] == expected[case]
+    # torchrun would start anew what ends with 75
+    expected = {one_rank_is_told: "75 75", launcher_passes_it_on: "0", launcher_dies: f"-{signal.SIGUSR1.value} 0"}
+    assert (folder / "code").read_text() == expected[case]
     if case is not one_rank_is_told:  # from there on it is as in that case
         return
-    assert finish(start(folder, "--plan", "1,1,2")) == 0
+    assert [rank.finish().returncode for rank in two_ranks(folder)] == [0, 0]
     lines, weights = outcome(folder / "run")
     want_lines, want_weights = outcome(folders[undisturbed] / "run")
     assert lines == want_lines
