@@ -426,22 +426,9 @@ def test_a_script_may_train_twice(tmp_path, graph_file):
 def test_processes_that_find_raw_files_only_do_not_disturb_each_other(tmp_path, data_root):
     raw = tmp_path / "data" / "Cora" / "raw"
     shutil.copytree(data_root / "Cora" / "raw", raw)
-    flags = [
-        "--dataset",
-        "cora",
-        "--plan",
-        "1,1,2",
-        "--max-steps",
-        "1",
-        "--samples",
-        "1",
-        "--layers",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    done = torchrun(2, "-m", "megagraph", "train", *flags, "--root", tmp_path / "data", "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    flags = "--dataset cora --plan 1,1,2 --max-steps 1 --samples 1 --layers 1 --device cpu"
+    for done in processes.launch(2, "train", *flags.split(), "--root", tmp_path / "data", "--out", tmp_path / "run"):
+        assert done.returncode == 0, done.stderr
     assert (raw.parent / "processed").exists()
 
 
