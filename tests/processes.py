@@ -15,9 +15,7 @@ import torch
 
 START_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"  # a fork cannot use the GPU of its parent
 CONTEXT = multiprocessing.get_context(START_METHOD)
-CONTEXT.set_forkserver_preload(
-    ["tests.attention.ring_cases", "tests.checkpoint_cases", "tests.parallel.cases", "tests.undrawn", "megagraph.cli"]
-)
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 @dataclass(frozen=True)
