@@ -1,6 +1,7 @@
 import os
 import shutil
 import signal
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -51,9 +52,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def _undrawn():
-    import tests.undrawn  # noqa: F401
+    """From the second training of a process on: who trains nothing does not wait for what trains to be imported."""
+    if "megagraph.train" in sys.modules:
+        import tests.undrawn  # noqa: F401
 
 
 @pytest.fixture(scope="session")

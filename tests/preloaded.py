@@ -1,4 +1,4 @@
-"""The last that the server of forks imports: a fork has it all, and starts in three quarters of the time."""
+"""The last that the server of forks imports: a small training in a fork takes three quarters of the time."""
 
 import gc
 

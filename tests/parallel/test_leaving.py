@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.restarts import FLAGS, ROOT, finish, outcome, steps_of
+from bench import restarts
+from bench.restarts import FLAGS, finish, outcome, steps_of
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
 from tests.processes import Command, launch
@@ -21,22 +20,14 @@ from tests.processes import Command, launch
 pytestmark = pytest.mark.slow
 
 
-def words(folder: Path, *more: object) -> list[str]:
+def words(folder: Path, *plan: object) -> list[str]:
     command = ["train", *FLAGS.split(), "--dataset", folder.parent / "store", "--resume", "auto"]
-    return [*map(str, command), "--out", str(folder / "run"), *map(str, more or ("--plan", "1,1,2"))]
+    return [*map(str, command), "--out", str(folder / "run"), *map(str, plan or ("--plan", "1,1,2"))]
 
 
 def torchrun(folder: Path, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (folder / "output").open("a") as output:
-        return subprocess.Popen(
-            [*command, "-m", "megagraph", *words(folder)],
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+    command = restarts.torchrun("1,1,2", *flags, "-m", "megagraph", *words(folder))
+    return restarts.start(command, folder / "output")
 
 
 def undisturbed(folder: Path) -> None:
@@ -45,8 +36,8 @@ def undisturbed(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def alone(folder: Path, *more: object) -> None:
-    done = Command(*words(folder, *more)).finish()
+def alone(folder: Path, *plan: object) -> None:
+    done = Command(*words(folder, *plan)).finish()
     with (folder / "output").open("a") as output:
         output.write(done.stderr)
 
@@ -59,7 +50,7 @@ def after_a_few_steps(folder: Path, launcher: subprocess.Popen) -> None:
 def one_rank_is_told(folder: Path) -> None:
     launcher = torchrun(folder)
     after_a_few_steps(folder, launcher)
-    psutil.Process(launcher.pid).children()[-1].send_signal(signal.SIGUSR1)
+    psutil.Process(launcher.pid).children()[1].send_signal(signal.SIGUSR1)
     (folder / "code").write_text(str(finish(launcher)))
 
 
