@@ -1,7 +1,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from tests import shortcuts
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: the kernels run on CPU tensors
@@ -52,11 +53,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _parts(tmp_path_factory, worker_id):
+    """The folder of ``tests.shortcuts``, one for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "parts"
+    folder.mkdir(exist_ok=True)
+    os.environ[shortcuts.FOLDER] = str(folder)
+
+
 @pytest.fixture(autouse=True)
-def _undrawn():
-    """From the second training of a process on: who trains nothing does not wait for what trains to be imported."""
-    if "megagraph.train" in sys.modules:
-        import tests.undrawn  # noqa: F401
+def _shortcuts():
+    """From the second training of a process on: what trains is imported by who trains."""
+    shortcuts.take()
 
 
 @pytest.fixture(scope="session")

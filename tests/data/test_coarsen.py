@@ -20,7 +20,13 @@ from megagraph.data.coarsen import (
     quotient,
 )
 from megagraph.data.datasets import synthetic_graph
+from megagraph.data.metis import metis
 from tests.data.graphs import dense_normalized, make_graph
+
+
+@pytest.fixture(autouse=True)
+def _metis_each_time(monkeypatch):
+    monkeypatch.setattr("megagraph.data.coarsen.metis", metis)
 
 
 @pytest.fixture(scope="module")
