@@ -8,7 +8,7 @@ from numba.core.registry import cpu_target
 import tests.attention.ring_cases
 import tests.checkpoint_cases
 import tests.parallel.cases  # noqa: F401
-from megagraph import cli  # noqa: F401
+from megagraph import cli, train  # noqa: F401
 from tests import shortcuts
 
 # all that Numba knows, which the first compiled function would ask for
