@@ -103,10 +103,11 @@ def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results,
 def test_baselines_learn_and_keep_to_their_time(baseline):
     graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=16, homophily=0.9)
     split = random_split(graph.labels, 0)
+    seconds = 4.0 if baseline == "nodeformer" else 1.0  # its random features take longest to be of use
     for trial in trials.TRIALS[baseline][::5]:
         trial = trial | ({"local_epochs": 8} if baseline == "polynormer" else {})
         found, probabilities = train(
-            baseline, graph, split, seed=0, metric="accuracy", most_seconds=1.0, **trial
+            baseline, graph, split, seed=0, metric="accuracy", most_seconds=seconds, **trial
         )  # fmt: skip
         assert found["best_val"] > 0.6
         assert found["test"] == np.mean(probabilities[split.test].argmax(1) == graph.labels[split.test])
