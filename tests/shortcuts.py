@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -22,15 +23,11 @@ def take() -> None:
         coarsen.metis = _metis_once
 
 
-def _metis_once(num_parts, indptr, indices, sizes=None, edge_weights=None, *, nested=False):
-    asked = hashlib.sha256(f"{num_parts} {nested}".encode())
-    for array in (indptr, indices, sizes, edge_weights):
-        asked.update(b"" if array is None else f"{array.dtype} {len(array)} ".encode() + array.tobytes())
+def _metis_once(*given, **options):
+    asked = hashlib.sha256(pickle.dumps((given, options)))
     answer = Path(os.environ[FOLDER], f"{asked.hexdigest()}.npy")
-    if answer.exists():
-        return np.load(answer)
-    parts = metis(num_parts, indptr, indices, sizes, edge_weights, nested=nested)
-    with tempfile.NamedTemporaryFile(dir=answer.parent, delete=False) as whole:
-        np.save(whole, parts)
-    os.replace(whole.name, answer)
-    return parts
+    if not answer.exists():
+        with tempfile.NamedTemporaryFile(dir=answer.parent, delete=False) as whole:  # others may write the same
+            np.save(whole, metis(*given, **options))
+        os.replace(whole.name, answer)
+    return np.load(answer)
