@@ -2,21 +2,24 @@
 
     python -m bench.data --step ego --products FOLDER
     python -m bench.data --step cluster --products FOLDER
+    python -m bench.data --step powers --root ROOT
     python -m bench.data --step packing --root ROOT
     python -m bench.data --step prepare --root ROOT
     python -m bench.data --step throughput --root ROOT
     python -m bench.data --step tables
 
-FOLDER is the graph that ``bench.paper.products_size --step generate`` leaves; ROOT holds Cora, CiteSeer, and
-wordnet30/raw/wordnet30.npz and debian12/raw/debian12.npz. Every measurement has a process of its own, whose peak memory
-is in the row (see bench.processes). All but ``prepare`` are pinned to cores: ``ego`` and ``cluster`` to one,
-``throughput`` to one for training and another for the loader's worker.
+FOLDER is the graph that ``bench.paper.products_size --step generate`` leaves; ROOT holds Cora, CiteSeer, PubMed,
+Computers, and wordnet30/raw/wordnet30.npz and debian12/raw/debian12.npz. Every measurement has a process of its own,
+whose peak memory is in the row (see bench.processes). All but ``prepare`` are pinned to cores: ``ego``, ``cluster`` and
+``powers`` to one, ``throughput`` to one for training and another for the loader's worker.
 
 ego: end to end, from target nodes to a batch without features: N' = 15, N_s = 1, six channels, super nodes of 300
 nodes. With a curve over epsilon: the share of the exact top 14's PageRank mass (epsilon 1e-7) that is in the top 14
 found, the slots filled, and the edges walked a source.
 cluster: end to end, with features: the rows of one of four ranks, N' = 8192, N_s = 256, distances up to 8. With the
 share of the edges that is within a sequence, by the packing that training uses and by packing clusters at random.
+powers: batches with six powers of the whole graph's adjacency, other settings as they are by default: of 256 target
+nodes, 64 a batch, and of two cluster sequences.
 packing: the same two shares on real graphs, N' = 1024, over five seeds.
 prepare: what ``megagraph train`` computes once for a graph; Numba's cache is empty (cold), then as that left it.
 throughput: steps of ``megagraph train`` on debian12, from a loader with one worker and from batches in memory.
@@ -72,6 +75,9 @@ EGO_BATCH, EGO_BATCHES, SEQUENCES_PER_SECOND = 256, 16, 4000  # at least
 CURVE, EXACT, CURVE_SOURCES = (1e-3, 3e-4, 1e-4, 3e-5), 1e-7, 200
 CLUSTER = {"batching": "cluster", "bias": "bucket", "sequence_nodes": 8192, "super_nodes": 256, "max_distance": 8}
 CLUSTER_RANKS, CLUSTER_SEQUENCES, CLUSTER_SECONDS = 4, 5, 0.4  # at most
+POWERS_OF = ("synthetic", "cora", "pubmed", "computers")
+EGO_TARGETS, TARGETS_OF_BATCH, CLUSTERED = 256, 64, 2
+POWERS = {f"{batching}-{name}": (batching, name) for batching in ("ego", "cluster") for name in POWERS_OF}
 PACKED = ("computers", "pubmed", "wordnet30", "debian12")
 PREPARE_SECONDS = {  # at most: with Numba warm, and cold
     "cora": (1, 10),
@@ -88,7 +94,7 @@ WARM_STEPS, STEPS, SHARE_OF_PREBUILT = 5, 30, 0.9  # at least; the first steps u
 TABLES = {"nodes": 10**6, "edges": 10**7}
 TABLES_SECONDS, TABLES_BYTES = 60, 3 << 30  # at most
 
-Step = Literal["ego", "cluster", "packing", "prepare", "throughput", "tables"]
+Step = Literal["ego", "cluster", "powers", "packing", "prepare", "throughput", "tables"]
 
 
 def main(step: Step, products: Path | None = None, root: Path | None = None, child: str | None = None) -> None:
@@ -96,7 +102,7 @@ def main(step: Step, products: Path | None = None, root: Path | None = None, chi
     if child is not None:
         print(json.dumps(_measure(step, products, root, child)))
         return
-    cases = {"packing": PACKED, "prepare": list(PREPARE_SECONDS), "throughput": list(TRAINING)}.get(step, [step])
+    cases = {"powers": POWERS, "packing": PACKED, "prepare": PREPARE_SECONDS, "throughput": TRAINING}.get(step, [step])
     rows = []
     for case in cases:
         with tempfile.TemporaryDirectory() as empty:
@@ -121,6 +127,8 @@ def _measure(step: Step, products: Path | None, root: Path | None, case: str) ->
     if step == "tables":
         return _tables()
     os.sched_setaffinity(0, {0})
+    if step == "powers":
+        return _powers(root, *POWERS[case])
     if products is None:
         raise SystemExit(f"--step {step} needs --products")
     return _ego(products) if step == "ego" else _cluster(products)
@@ -220,6 +228,33 @@ def _cluster(products: Path) -> dict[str, Any]:
             "share": _kept_edges(graph, builder, builder.together, SEED),
             "random": _kept_edges(graph, builder, 0, SEED),
         },
+    }
+
+
+def _powers(root: Path | None, batching: str, name: str) -> dict[str, Any]:
+    graph = load_graph(*_dataset(root, name))
+    builder, preparing = _timed(lambda: prepare(graph, BatchOptions(batching=batching, power_scope="graph")))
+    rng = np.random.default_rng(SEED)
+    if batching == "ego":
+        plan = builder.plan(rng.permutation(graph.num_nodes)[:EGO_TARGETS], TARGETS_OF_BATCH, rng)
+    else:
+        plan = builder.plan(np.arange(graph.num_nodes), 1, rng)[:CLUSTERED]
+    mask = np.ones(graph.num_nodes, bool)
+
+    def build() -> Batch:
+        for item in plan:
+            batch = builder.build(item, mask, np.random.default_rng(SEED))
+        return batch
+
+    batch, first = _timed(build)
+    return {
+        "unit": "s",
+        **_by_clock([_timed(build)[1] for _ in range(ROUNDS)]),
+        "batches": len(plan),
+        "batch": list(batch.structure.shape),
+        "powers": str(builder.structure.powers),
+        "prepare_seconds": preparing,
+        "first_batches_seconds": first,
     }
 
 
