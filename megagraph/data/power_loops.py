@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from megagraph.data.traversal import find
+from megagraph.attention.cpu.simd import LANES, borrowed, item, load, multiply_add, splat, store
 from megagraph.jit import jit
+
+_WIDTH = 2 * LANES  # nodes of a panel: a line of the cache
 
 
 @jit(nogil=True)
@@ -56,99 +58,159 @@ def powers(indptr, indices, data, first, last, starts, columns, values):
 
 
 @jit(nogil=True)
-def pair_powers(starts, columns, values, nodes, first, last, near, out):
+def pair_powers(starts, columns, values, nodes, first, last, scratch, out):
     """Powers 1..C of a symmetric matrix between slots first .. last - 1 of nodes [B, m], -1 = padding, and all m.
 
     The first h powers are as ``powers`` leaves them, C <= 2 h. Others are products of their rows:
-    A^(h + k)[i, j] = <A^h e_i, A^k e_j>, where A^k e_j has no entry beyond k hops; j is the node of fewer entries, so
-    that the bits of a pair depend on nothing but the pair.
+    A^(h + k)[i, j] = <A^h e_i, A^k e_j>, where A^k e_j has no entry beyond k hops; j is the node of fewer entries, in
+    whose order they are added, so that the bits of a pair depend on nothing but the pair.
+
+    Sixteen nodes i are looked at together. A panel has their A^h side by side, one row for each column that any of
+    them has, so that an entry of A^k e_j is looked up once for all of them.
 
     Args:
-        near: zeros float32 [V], left as they were.
+        scratch: zeros float32 [V], left as they were.
         out: zeros float32 [B, C, last - first, m].
     """
-    num_powers, num_nodes = values.shape[0], np.int64(len(near))
-    pair = np.empty(out.shape[1], np.float32)
-    for b in range(nodes.shape[0]):
-        keys = np.empty(nodes.shape[1], np.int64)
-        for slot in range(len(keys)):
-            node = nodes[b, slot]
-            keys[slot] = 1 if node < 0 else -(num_nodes * (starts[node + 1, 0] - starts[node, 0]) + node)
-        order = np.argsort(keys)  # nodes of many entries first, the slots of a node in a row, padding last
-        ends = _runs(keys[order])
-        for i in range(len(ends)):
-            slots = order[ends[i - 1] if i else 0 : ends[i]]
-            row = nodes[b, slots[0]]
-            for entry in range(starts[row, 0], starts[row + 1, 0]):
-                near[columns[entry]] = values[num_powers - 1, entry]
-            own = _any_within(slots, first, last)
-            for j in range(i, len(ends)):
-                others = order[ends[j - 1] if j else 0 : ends[j]]
-                if own or _any_within(others, first, last):
-                    _pair(starts, columns, values, row, nodes[b, others[0]], near, pair)
-                    _write(pair, slots, others, first, last, out[b])
-                    _write(pair, others, slots, first, last, out[b])
-            for entry in range(starts[row, 0], starts[row + 1, 0]):
-                near[columns[entry]] = 0
+    table = starts, columns, values
+    place = scratch.view(np.int32)  # the panel's row of a column; row 0, of zeros, is that of columns without one
+    most_entries = 0
+    for node in nodes.flat:
+        if node >= 0:
+            most_entries = max(most_entries, starts[node + 1, 0] - starts[node, 0])
+    length = 1 + nodes.shape[1] + min(_WIDTH * most_entries, len(place))
+    panel, column_of = np.zeros(length * _WIDTH, np.float32), np.empty(length, np.int32)
+    products = np.empty((out.shape[1] - len(values), _WIDTH), np.float32)
+    for b in range(len(nodes)):
+        slots = order, bounds = _distinct(starts, nodes[b])
+        ranks, num_own = _own_first(slots, first, last)
+        for left in range(0, len(ranks), _WIDTH):
+            group = ranks[left : left + _WIDTH]
+            size = _fill(table, nodes[b], slots, group, place, panel, column_of, out[b], first)
+            lowest = group.min()
+            for rank in ranks if left < num_own else ranks[:num_own]:
+                if rank >= lowest:
+                    _multiply(table, nodes[b, order[bounds[rank]]], place, panel, products)
+                    for lane in range(len(group)):
+                        if group[lane] <= rank:
+                            _write(products[:, lane], slots, group[lane], rank, out[b, len(values) :], first)
+            for row in range(1, size):
+                place[column_of[row]] = 0
+            panel[: size * _WIDTH] = 0
 
 
 @jit(nogil=True)
-def _runs(ordered):
-    """Where each run of equal numbers ends, up to the first that is above 0."""
-    ends = np.empty(len(ordered), np.int64)
+def _distinct(starts, nodes):
+    """Slots by their node, nodes of many entries first, without padding; and where those of each node begin and end.
+
+    The rank of a node is its place among these.
+    """
+    order, keys = np.empty(len(nodes), np.int64), np.empty(len(nodes), np.int64)
     size = 0
-    for at in range(len(ordered)):
-        if ordered[at] > 0:
-            break
-        if at and ordered[at] == ordered[at - 1]:
-            ends[size - 1] = at + 1
-        else:
-            ends[size] = at + 1
+    for slot in range(len(nodes)):
+        node = nodes[slot]
+        if node >= 0:
+            key = (len(starts) - 1) * (starts[node + 1, 0] - starts[node, 0]) + node
+            at = size
+            while at > 0 and keys[at - 1] < key:  # most sequences are short, and argsort takes seconds to compile
+                keys[at], order[at] = keys[at - 1], order[at - 1]
+                at -= 1
+            keys[at], order[at] = key, slot
             size += 1
-    return ends[:size]
+    bounds = np.zeros(size + 1, np.int64)
+    num_nodes = 0
+    for at in range(size):
+        if at == 0 or keys[at] != keys[at - 1]:
+            num_nodes += 1
+        bounds[num_nodes] = at + 1
+    return order, bounds[: num_nodes + 1]
 
 
 @jit(nogil=True)
-def _any_within(slots, first, last):
-    return np.any((first <= slots) & (slots < last))
+def _own_first(slots, first, last):
+    """Ranks of nodes with a slot among first .. last - 1, then of the others, both ascending; and how many have one."""
+    order, bounds = slots
+    ranks = np.empty(len(bounds) - 1, np.int64)
+    size = num_own = 0
+    for of_own in (True, False):
+        for rank in range(len(ranks)):
+            own = False
+            for at in range(bounds[rank], bounds[rank + 1]):
+                own |= first <= order[at] < last
+            if own == of_own:
+                ranks[size] = rank
+                size += 1
+        num_own = size if of_own else num_own
+    return ranks, num_own
 
 
 @jit(nogil=True)
-def _write(pair, rows, columns, first, last, out):
-    for row in rows:
-        if first <= row < last:
-            for column in columns:
+def _fill(table, nodes, slots, group, place, panel, column_of, out, first):
+    """The panel of a group of ranks, and powers 1..h between them and lower ones -> how many rows the panel has."""
+    (starts, columns, values), (order, bounds) = table, slots
+    columns, place, panel, column_of = borrowed((columns, place, panel, column_of))
+    last_power = borrowed(values[-1])
+    size = len(bounds)
+    for rank in range(size - 1):
+        column_of[1 + rank] = nodes[order[bounds[rank]]]
+        place[column_of[1 + rank]] = 1 + rank
+    for lane in range(len(group)):
+        rank = group[lane]
+        node = column_of[1 + rank]
+        for entry in range(starts[node, 0], starts[node + 1, 0]):
+            column = np.int64(item(columns, entry))
+            row = np.int64(item(place, column))
+            if row == 0:
+                row = np.int64(size)
+                size += 1
+                column_of[row] = column
+                place[column] = row
+            elif row <= 1 + rank:
+                _write(values[:, entry], slots, row - 1, rank, out, first)
+            panel[row * _WIDTH + lane] = item(last_power, entry)
+    return size
+
+
+@jit(nogil=True)
+def _multiply(table, node, place, panel, products):
+    """Powers of a node's row times the panel, [C - h, 16], in two sums, whose additions do not wait."""
+    starts, columns, values = table
+    arrays = borrowed((columns, place, panel))
+    zero = splat(np.float32(0))
+    start = starts[node, 0]
+    for power in range(len(products)):
+        stop = starts[node, power + 1] if power + 1 < len(values) else starts[node + 1, 0]
+        of_power = borrowed(values[power])
+        even, odd = (zero, zero), (zero, zero)
+        for entry in range(start, stop - 1, 2):
+            even = _add(even, entry, of_power, arrays)
+            odd = _add(odd, entry + 1, of_power, arrays)
+        if (stop - start) % 2:
+            even = _add(even, stop - 1, of_power, arrays)
+        store(products[power], 0, even[0] + odd[0])
+        store(products[power], LANES, even[1] + odd[1])
+
+
+@jit(nogil=True)
+def _add(sums, entry, values, arrays):
+    columns, place, panel = arrays
+    row = _WIDTH * np.int64(item(place, np.int64(item(columns, entry))))
+    value = splat(item(values, entry))
+    low = multiply_add(value, load(panel, row), sums[0])
+    return low, multiply_add(value, load(panel, row + LANES), sums[1])
+
+
+@jit(nogil=True)
+def _write(pair, slots, i, j, out, first):
+    """Numbers [powers] of the nodes of two ranks into out [powers, rows, m], whose rows are the slots from first on."""
+    (order, bounds), last = slots, first + out.shape[1]
+    for at in range(bounds[i], bounds[i + 1]):
+        row = order[at]
+        for other in range(bounds[j], bounds[j + 1]):
+            column = order[other]
+            if first <= row < last:
                 for power in range(len(pair)):
                     out[power, row - first, column] = pair[power]
-
-
-@jit(nogil=True)
-def _pair(starts, columns, values, row, column, near, pair):
-    """Powers [C] between a node whose last power is ``near`` and another one."""
-    num_powers = values.shape[0]
-    pair[:num_powers] = 0
-    if near[column] != 0:
-        for hop in range(num_powers):
-            stop = starts[column, hop + 1] if hop + 1 < num_powers else starts[column + 1, 0]
-            entry = find(columns, starts[column, hop], stop, row)
-            if entry >= 0:
-                pair[:num_powers] = values[:, entry]
-                break
-    for power in range(len(pair) - num_powers):
-        stop = starts[column, power + 1] if power + 1 < num_powers else starts[column + 1, 0]
-        pair[num_powers + power] = _dot(columns, values, power, near, starts[column, 0], stop)
-
-
-@jit(nogil=True)
-def _dot(columns, values, power, near, start, stop):
-    """Entries start .. stop - 1 of a power times what is near, in four sums, whose additions do not wait."""
-    a = b = c = d = np.float32(0)
-    four = start + (stop - start) // 4 * 4
-    for entry in range(start, four, 4):
-        a += values[power, entry] * near[columns[entry]]
-        b += values[power, entry + 1] * near[columns[entry + 1]]
-        c += values[power, entry + 2] * near[columns[entry + 2]]
-        d += values[power, entry + 3] * near[columns[entry + 3]]
-    for entry in range(four, stop):
-        a += values[power, entry] * near[columns[entry]]
-    return (a + b) + (c + d)
+            if first <= column < last:
+                for power in range(len(pair)):
+                    out[power, column - first, row] = pair[power]
