@@ -279,6 +279,9 @@ def large(at: At) -> Iterator[str]:
     (ego,), (cluster,) = at("cpu/data/ego.json"), at("cpu/data/cluster.json")
     yield f"one core samples {round(ego['wall']['median'], -2):,.0f} sequences"
     yield f"of a sequence of 8,192 nodes in {cluster['wall']['median']:.2f} s"
+    powers = {row["case"]: row["cpu"]["median"] / row["batches"] for row in at("cpu/data/powers.json")}
+    yield "15 nodes take {ego-pubmed:.2f} CPU seconds on PubMed and {ego-computers:.2f} on Computers".format(**powers)
+    yield "a sequence of 1,024 nodes {cluster-pubmed:.2f} and {cluster-computers:.2f} (".format(**powers)
     rows = at("cpu/data/throughput.json")
     text = "{0[median]:.2f} of the speed of batches made before ({0[min]:.2f} to {0[max]:.2f} over five rounds), with "
     text += "clusters at {1[median]:.2f} ({1[min]:.2f} to {1[max]:.2f}); it waits {2:.0f} and {3:.0f} ms a step"
