@@ -115,7 +115,9 @@ def accuracy(at: At) -> Iterator[str]:
     yield "GCN {gcn}, GraphSAGE {sage}, GAT {gat}".format(**larger)
     tolokers = tuned_alike(at, "tolokers")
     yield "ROC AUC: {megagraph}, and {megagraph-unbiased} with".format(**tolokers)
-    yield "GCN {gcn}. On PubMed".format(**tolokers)
+    yield "GCN {gcn}, GraphSAGE {sage}, GAT {gat}. It pays most".format(**tolokers)
+    text = "nobody tuned on: {megagraph}, and {megagraph-unbiased} with the bias of other nodes, over three seeds"
+    yield text.format(**tuned_alike(at, "wordnet30"))
     yield "On PubMed accuracy is {megagraph}, and {megagraph-unbiased} with".format(**tuned_alike(at, "pubmed"))
     found = [tuned_alike(at, f"{name}-public") for name in ("cora", "citeseer")]
     for system, published in PUBLISHED.items():
