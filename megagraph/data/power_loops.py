@@ -82,7 +82,7 @@ def pair_powers(starts, columns, values, nodes, first, last, scratch, out):
     panel, column_of = np.zeros(length * _WIDTH, np.float32), np.empty(length, np.int32)
     products = np.empty((out.shape[1] - len(values), _WIDTH), np.float32)
     for b in range(len(nodes)):
-        slots = order, bounds = _distinct(starts, nodes[b])
+        slots = _distinct(starts, nodes[b])
         ranks, num_own = _own_first(slots, first, last)
         for left in range(0, len(ranks), _WIDTH):
             group = ranks[left : left + _WIDTH]
@@ -90,7 +90,7 @@ def pair_powers(starts, columns, values, nodes, first, last, scratch, out):
             lowest = group.min()
             for rank in ranks if left < num_own else ranks[:num_own]:
                 if rank >= lowest:
-                    _multiply(table, nodes[b, order[bounds[rank]]], place, panel, products)
+                    _multiply(table, column_of[1 + rank], place, panel, products)
                     for lane in range(len(group)):
                         if group[lane] <= rank:
                             _write(products[:, lane], slots, group[lane], rank, out[b, len(values) :], first)
@@ -130,18 +130,11 @@ def _distinct(starts, nodes):
 def _own_first(slots, first, last):
     """Ranks of nodes with a slot among first .. last - 1, then of the others, both ascending; and how many have one."""
     order, bounds = slots
-    ranks = np.empty(len(bounds) - 1, np.int64)
-    size = num_own = 0
-    for of_own in (True, False):
-        for rank in range(len(ranks)):
-            own = False
-            for at in range(bounds[rank], bounds[rank + 1]):
-                own |= first <= order[at] < last
-            if own == of_own:
-                ranks[size] = rank
-                size += 1
-        num_own = size if of_own else num_own
-    return ranks, num_own
+    own = np.zeros(len(bounds) - 1, np.bool_)
+    for rank in range(len(own)):
+        for at in range(bounds[rank], bounds[rank + 1]):
+            own[rank] |= first <= order[at] < last
+    return np.concatenate((np.flatnonzero(own), np.flatnonzero(~own))), own.sum()
 
 
 @jit(nogil=True)
