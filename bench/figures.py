@@ -98,8 +98,6 @@ SETS = {
     "debian12": "debian12",
 }
 
-NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven")
-
 # by the authors; of SGFormer on another split than the public one
 PUBLISHED = {
     "gcn": {"cora": " (81.5)", "citeseer": " (70.3)"},
@@ -144,7 +142,7 @@ def tuned_alike(at: At) -> Iterator[str]:
         correlation = " to ".join(f"{value:.2f}" for value in structure["bias_correlation"])
         yield f"| {called} | {ours} | {other} | {_difference(structure)} | {changed} | {correlation} |"
     pays = sum(sets[name]["structure"]["interval"][0] > 0 for name in SETS)
-    yield f"Structure in the bias pays on {NUMBERS[pays]} of the {NUMBERS[len(SETS)]}"
+    yield f"Structure in the bias pays on {pays} of the {len(SETS)}"
     intervals = []
     for name, called in SETS.items():
         if (baseline := sets[name].get("baseline")) is not None:
@@ -152,7 +150,7 @@ def tuned_alike(at: At) -> Iterator[str]:
             yield f"| {called} | {cells} | {_difference(baseline)}, {SYSTEMS[baseline['against']]} |"
             intervals.append(baseline["interval"])
     ahead, behind = sum(low > 0 for low, _ in intervals), sum(high < 0 for _, high in intervals)
-    yield f"By these intervals ours is ahead on {NUMBERS[ahead]} and behind on {NUMBERS[behind]}"
+    yield f"By these intervals ours is ahead on {ahead} and behind on {behind} of the {len(intervals)}"
     for system, published in PUBLISHED.items():
         cells = [_of_seeds(sets[f"{name}-public"], system) + published[name] for name in ("cora", "citeseer")]
         yield f"| {SYSTEMS[system]} | {' | '.join(cells)} |"
