@@ -42,7 +42,8 @@ def powers(indptr, indices, data, first, last, starts, columns, values):
                         size += 1
             if power + 1 < num_powers:
                 starts[row, power + 1] = starts[row, 0] + size
-        at[:] = starts[row]
+        for power in range(num_powers):  # a slice takes a second to compile
+            at[power] = starts[row, power]
         for group in range(len(eight)):  # in ascending order, without sorting
             if eight[group]:
                 for column in range(8 * group, 8 * group + 8):
