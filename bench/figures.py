@@ -559,6 +559,12 @@ def training(at: At) -> Iterator[str]:
         "{:.0f} % of the edges of Computers and {:.0f} % of debian12's within a sequence ({:.0f} and {:.0f} % at random"
     )
     yield text.format(*kept)
+    sets = at("cpu/accuracy/judgement.json")
+    (of_one, one), (of_other, other) = (
+        (sets[name]["tests"]["megagraph"][0], sets[name]["minutes"]["megagraph"]) for name in ("computers", "wordnet30")
+    )
+    yield f"{of_one:.1f} % of the test nodes after {one:.1f} minutes of one core"
+    yield f"{of_other:.1f} % after {other:.1f}"
 
 
 def gpus(at: At) -> Iterator[str]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import megagraph as mg
+from bench.provenance import RESULTS, ROOT, rows_of
 from megagraph.__main__ import main
 from megagraph.cli.groups import GROUPS
 from megagraph.data.options import BatchOptions
@@ -102,6 +103,21 @@ def test_a_file_gives_what_its_flags_give_and_those_of_the_command_line_win(call
     assert changed == replace(expected, epochs=9, shard=False, time_limit="4h")
     Path("empty.toml").write_text("")
     assert call("--config", "empty.toml") == mg.TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "more"),
+    [
+        *((name, "full", {}) for name in ("pubmed", "computers", "wordnet30", "debian12")),
+        ("tolokers", "full", {"propagate": 2}),
+        *((name, "full-small", {}) for name in ("cora", "citeseer")),
+    ],
+)
+def test_settings_of_examples_are_those_of_the_reported_trainings(call, name, file, more):
+    given = replace(call("--config", ROOT / f"examples/{file}.toml"), **more)
+    reported = [row for row in rows_of(RESULTS / f"cpu/accuracy/{name}.jsonl") if row["trial"] is None]
+    settings = [row["settings"] for row in reported if row["system"] == "megagraph"][-1]
+    assert given == mg.TrainConfig(**settings, epochs=given.epochs)
 
 
 def test_whether_flags_go_together_is_seen_when_all_are_known(call):
