@@ -56,17 +56,21 @@ def row_files(results: Path) -> dict[str, list[dict[str, Any]]]:
     return {path.relative_to(results).as_posix(): rows_of(path) for path in paths}
 
 
-def left_behind(rows: list[dict[str, Any]], root: Path) -> set[str]:
-    """Sources of rows that are other files now."""
-    return {name for row in _one_of_each(rows) for name in changed(row, root / "bench" / "results", root)}
+def left_behind(files: dict[str, list[dict[str, Any]]], root: Path) -> dict[str, set[str]]:
+    """Of each file of rows, the sources that are other files now."""
+    one_of_each = {row["sources"]: row for rows in files.values() for row in rows if "sources" in row}
+    others = {digest: changed(row, root / "bench" / "results", root) for digest, row in one_of_each.items()}
+    return {file: {name for row in _parts(rows)[0] for name in others[row["sources"]]} for file, rows in files.items()}
 
 
 def page(root: Path, frozen: dict[str, str] | None) -> str:
     """The page as it should be; ``frozen`` has the digests of rows from before, ``None`` takes all that there are."""
     lines: dict[str, list[str]] = {"measured": [], "judged": [], "before": []}
-    for file, rows in row_files(root / "bench" / "results").items():
+    files = row_files(root / "bench" / "results")
+    behind = left_behind(files, root)
+    for file, rows in files.items():
         named, bare = _parts(rows)
-        state = "changed since" if left_behind(named, root) else "as they were"
+        state = "changed since" if behind[file] else "as they were"
         measured = [row for row in named if "device" in row]
         if measured:
             cells = [_each(measured, name) for name in ("device", "commit")]
@@ -172,12 +176,13 @@ def main(write_page: Annotated[bool, tyro.conf.arg(name="write")] = False) -> No
     """
     if write_page:
         write(ROOT)
-    for file, rows in row_files(ROOT / "bench" / "results").items():
-        named, bare = _parts(rows)
-        if bare:
+    files = row_files(ROOT / "bench" / "results")
+    behind = left_behind(files, ROOT)
+    for file, rows in files.items():
+        if bare := _parts(rows)[1]:
             print(f"{file}: {len(bare)} of {len(rows)} rows name no sources")
-        if others := sorted(left_behind(named, ROOT)):
-            print(f"{file}: changed since: {', '.join(others)}")
+        if behind[file]:
+            print(f"{file}: changed since: {', '.join(sorted(behind[file]))}")
     if found := faults():
         raise SystemExit("\n".join(found))
 
