@@ -87,13 +87,17 @@ def launch(world_size: int, *arguments: object) -> list[Done]:
 
 def launch_each(arguments: list[tuple[object, ...]]) -> list[Done]:
     """Each rank with its own arguments."""
+    return [command.finish() for command in start_each(arguments)]
+
+
+def start_each(arguments: list[tuple[object, ...]]) -> list[Command]:
+    """To be finished."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     size = str(len(arguments))
     where = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    started = [
+    return [
         Command(*words, environment=where | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank, words in enumerate(arguments)
     ]
-    return [command.finish() for command in started]

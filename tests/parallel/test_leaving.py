@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ from bench import restarts
 from bench.restarts import FLAGS, finish, outcome, steps_of
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.store import write_store
-from tests.processes import Command, launch
+from tests.processes import Command, Done, launch, start_each
 
 pytestmark = pytest.mark.slow
 
@@ -36,14 +37,17 @@ def undisturbed(folder: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def alone(folder: Path, *plan: object) -> None:
-    done = Command(*words(folder, *plan)).finish()
+def keep_output(folder: Path, done: Done) -> None:
     with (folder / "output").open("a") as output:
         output.write(done.stderr)
 
 
-def after_a_few_steps(folder: Path, launcher: subprocess.Popen) -> None:
-    while launcher.poll() is None and (not (folder / "run/metrics.jsonl").exists() or steps_of(folder / "run") < 4):
+def alone(folder: Path, *plan: object) -> None:
+    keep_output(folder, Command(*words(folder, *plan)).finish())
+
+
+def after_a_few_steps(folder: Path, started: subprocess.Popen | Command) -> None:
+    while started.poll() is None and (not (folder / "run/metrics.jsonl").exists() or steps_of(folder / "run") < 4):
         time.sleep(0.01)
 
 
@@ -72,10 +76,12 @@ def launcher_dies(folder: Path) -> None:
 
 
 def fewer_come_back(folder: Path) -> None:
-    launcher = torchrun(folder)
-    after_a_few_steps(folder, launcher)
-    launcher.send_signal(signal.SIGTERM)
-    finish(launcher)
+    ranks = start_each([words(folder)] * 2)
+    after_a_few_steps(folder, ranks[0])
+    for rank in ranks:  # as a launcher would tell them
+        os.kill(rank.pid, signal.SIGTERM)
+    for rank in ranks:
+        keep_output(folder, rank.finish())
     alone(folder)
     alone(folder, "--plan", "auto", "--memory-gib", 4)
 
