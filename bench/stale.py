@@ -58,9 +58,10 @@ def row_files(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 def left_behind(files: dict[str, list[dict[str, Any]]], root: Path) -> dict[str, set[str]]:
     """Of each file of rows, the sources that are other files now."""
-    one_of_each = {row["sources"]: row for rows in files.values() for row in rows if "sources" in row}
-    others = {digest: changed(row, root / "bench" / "results", root) for digest, row in one_of_each.items()}
-    return {file: {name for row in _parts(rows)[0] for name in others[row["sources"]]} for file, rows in files.items()}
+    named = {file: _one_of_each(_parts(rows)[0]) for file, rows in files.items()}
+    lists = _one_of_each([row for rows in named.values() for row in rows])
+    others = {row["sources"]: changed(row, root / "bench" / "results", root) for row in lists}
+    return {file: {name for row in rows for name in others[row["sources"]]} for file, rows in named.items()}
 
 
 def page(root: Path, frozen: dict[str, str] | None) -> str:

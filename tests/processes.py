@@ -91,7 +91,7 @@ def launch_each(arguments: list[tuple[object, ...]]) -> list[Done]:
 
 
 def start_each(arguments: list[tuple[object, ...]]) -> list[Command]:
-    """To be finished."""
+    """Each rank with its own arguments, still to be finished."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -48,8 +48,9 @@ def _spread(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def _against(name: str, other: str) -> dict[str, Any]:
-    mean, *interval = difference(name, "megagraph", other) or ()
-    return {"against": other, "points": mean, "interval": interval}
+    found = difference(name, "megagraph", other)
+    assert found is not None, "both have all their seeds"
+    return {"against": other, "points": found[0], "interval": list(found[1:])}
 
 
 def _learned(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
