@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megagraph.attention.bias import BorderedData
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch
 from megagraph.data.build import Builder
@@ -64,7 +65,7 @@ def measure(
         filled=_filled(batch),
         dtype=config.dtype,
         model=config.model,
-        **_listed(builder),
+        **_listed(builder, batch),
     )
     model = config.model_config(
         in_features=builder.in_features,
@@ -93,13 +94,15 @@ def _filled(batch: Batch) -> float:
     return max(0.01, round(1.0 - empty, 2))
 
 
-def _listed(builder: Builder) -> dict[str, Any]:
+def _listed(builder: Builder, batch: Batch) -> dict[str, Any]:
     """Of a workload whose pairs are listed."""
     if not isinstance(builder, FullBatches):
         return {}
+    assert isinstance(batch.structure, BorderedData)
+    slots = builder.slots(batch.target_nodes.numpy())
     ranks = (2 << i for i in range(max(3, (world_size() - 1).bit_length())))
-    halo = tuple(max(builder.halo(many)) for many in ranks if many <= builder.num_regular)
-    return {"pairs": len(builder.structure.relation.columns), "halo": halo}
+    halo = tuple(max(builder.halo(many, slots)) for many in ranks if many <= len(slots))
+    return {"pairs": len(batch.structure.index), "halo": halo}
 
 
 def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Candidate:

@@ -107,9 +107,11 @@ class TrainConfig:
     """Beside a node's features how many neighbours it has, of which attention, being a mean over them, knows little."""
     label_input: float = BatchOptions.label_input
     """In full batches labels of such a part of the training nodes are input of a step, whose loss is of the others."""
+    partitions: int = BatchOptions.partitions
+    """In full batches training takes a step on each of so many parts of the graph; evaluation is of the whole graph."""
     batching: Batching = BatchOptions.batching
     """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target;
-    full: the whole graph is one sequence, and an epoch one step."""
+    full: the whole graph is one sequence, and an epoch one step, or one of each of --partitions."""
     batch_size: int = 32
     """Global batch: target nodes (ego) or sequences (cluster)."""
     sample_nodes: int = BatchOptions.sample_nodes
@@ -135,6 +137,8 @@ class TrainConfig:
 
     epochs: int = 5
     """Passes over the training nodes."""
+    evaluate_every: int = 1
+    """Epochs from one evaluation to the next; the last epoch is evaluated anyway."""
     patience: int | None = None
     """Stop after so many epochs in a row without a better one on the validation nodes."""
     max_steps: int | None = None
@@ -217,7 +221,7 @@ class TrainConfig:
             self._take_plan_file()
         self._check_numbers()
         at_least = {
-            1: ("batch_size", "epochs", "keep", "bad_steps"),
+            1: ("batch_size", "epochs", "evaluate_every", "keep", "bad_steps"),
             0: ("seed", "workers", "learning_rate", "weight_decay", "bias_lr_scale", "checkpoint_every", "lock_wait"),
         }
         for low, names in at_least.items():

@@ -179,10 +179,10 @@ class Epochs:
         self.step = 0
         self.bad_steps: list[tuple[float, float]] = []  # loss and norm, in a row up to the last step
         self.epoch, self.batch = 0, 0  # the next batch, and its epoch
-        # of this epoch; NaN where a step was skipped. Arrays, as lists of objects would grow by megabytes
+        # since the last evaluation; NaN where a step was skipped. Arrays, as lists of objects would grow by megabytes
         self.losses = array("d")
-        self.seconds_before = 0.0  # of this epoch's steps before the run was resumed
-        self.history: list[EpochLine] = []  # of the epochs before
+        self.seconds_before = 0.0  # of the steps since then, but for those of the epoch under way since it began here
+        self.history: list[EpochLine] = []  # of the epochs that were evaluated
         self.classes: np.ndarray | None = None  # of the last evaluation, as ``predicted`` has them
         self.same_answer: str | None = None  # that the model of the best epoch, of this start, gives to all
         self.step_seconds = array("d")  # of this process, with the wait for the batch
@@ -222,7 +222,7 @@ class Epochs:
         measured = {f"{told[part]}_{name}": best.get(f"{part}_{name}") for part in told for name in METRICS}
         return measured | {
             "best_epoch": best["epoch"],
-            "epochs": len(self.history),
+            "epochs": self.epoch,
             "steps": self.step,
             "skipped_steps": sum(line["skipped_steps"] for line in self.history),
             "epoch_seconds": float(np.median([epoch["train_seconds"] for epoch in self.history])),
@@ -298,7 +298,7 @@ class Epochs:
             self._leave()
 
     def run(self) -> None:
-        """Train what is left of an epoch and evaluate."""
+        """Train what is left of an epoch and evaluate, where it is time to."""
         started = time.perf_counter() - self.seconds_before
         self.pipeline.train()
         batches = self.train_loader.epoch(self.epoch, self.batch)
@@ -323,8 +323,18 @@ class Epochs:
                 started += time.perf_counter() - saving
             phase("next batch")
             waiting = time.perf_counter()
-        trained = time.perf_counter()
+        self.seconds_before = time.perf_counter() - started
+        last = self.epoch + 1 == self.config.epochs or self.step == self.total_steps
+        if last or (self.epoch + 1) % self.config.evaluate_every == 0:
+            self._evaluate()
+        self.epoch, self.batch = self.epoch + 1, 0
+        if not self.config.checkpoint_every:
+            self.save()
+
+    def _evaluate(self) -> None:
+        """Say how it has gone since the last time, and keep the weights if they are the best."""
         phase("evaluation")
+        started = time.perf_counter()
         probabilities = class_probabilities(self.pipeline, self.eval_loader, self.look_up)
         if not np.isfinite(probabilities).all():
             raise FloatingPointError(
@@ -339,8 +349,8 @@ class Epochs:
             "loss": float(np.mean(losses)) if losses else None,
             "skipped_steps": len(self.losses) - len(losses),
             **measured,
-            "train_seconds": trained - started,
-            "evaluation_seconds": time.perf_counter() - trained,
+            "train_seconds": self.seconds_before / (self.epoch - (self.history[-1]["epoch"] if self.history else -1)),
+            "evaluation_seconds": time.perf_counter() - started,
         }
         line = cast(EpochLine, values)
         if self.run_folder.writes:
@@ -354,9 +364,7 @@ class Epochs:
             self.run_folder.save_weights(gather_tensors(self.pipeline.state_dict(), self.pipeline.mesh))
         self.run_folder.log(**line)
         self.history.append(line)
-        self.epoch, self.batch, self.losses, self.seconds_before = self.epoch + 1, 0, array("d"), 0.0
-        if not self.config.checkpoint_every:
-            self.save()
+        self.losses, self.seconds_before = array("d"), 0.0
 
     def _train_step(self, batch: Batch, stall_seconds: float) -> None:
         phase("forward and backward", step=self.step)

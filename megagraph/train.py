@@ -22,7 +22,7 @@ from megagraph.config import AUTO, TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.ego import EgoBatches
-from megagraph.data.pairs import PairBuckets
+from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import as_graph, batches, choose_split, graph_facts, make_model, model_config_of, num_parameters
@@ -283,8 +283,10 @@ def _of_batches(builder: Builder, config: TrainConfig, sampling_mass: float | No
         )
     if isinstance(builder.structure, BiasChannels):
         yield builder.structure.powers
-    if isinstance(builder.structure, PairBuckets):
+    if isinstance(builder, FullBatches):
         yield builder.structure
+        if config.partitions > 1:
+            yield builder
 
 
 def _make_pipeline(

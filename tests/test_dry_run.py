@@ -20,6 +20,7 @@ SHAPES = {
     "learned": dict(embedding="learned", workers=1),
     "cluster": dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, dtype="fp32"),
     "full": dict(batching="full", dtype="fp32"),
+    "partitions": dict(batching="full", partitions=3, dtype="fp32"),
 }
 
 
@@ -32,8 +33,8 @@ def test_what_is_said_is_what_is_trained(tmp_path, monkeypatch, shape):
     summary = mg.Trainer(given).fit(graph())
     for name in ("parameters", "sequence_nodes", "steps"):
         assert said[name] == getattr(summary, name), name
-    assert said["steps_of_an_epoch"] == {"cluster": 1, "full": 1}.get(shape, 6)
-    assert said["sequences_of_an_epoch"] == {"cluster": 1, "full": 1}.get(shape, 2 * 60)
+    assert said["steps_of_an_epoch"] == {"cluster": 1, "full": 1, "partitions": 3}.get(shape, 6)
+    assert said["sequences_of_an_epoch"] == {"cluster": 1, "full": 1, "partitions": 3}.get(shape, 2 * 60)
     (start,) = Run.open(tmp_path / "run").starts
     assert said["graph"] == start["data"]
     expected = "learned embedding" if shape == "learned" else "no profile of this machine is kept"

@@ -359,7 +359,11 @@ def graph_file(tmp_path_factory, graph):
             "--plan 2,1,1 --stage-layers 1,1 --microbatches 4 --workers 1",
             dict(embedding="learned", model="graphormer"),
         ),
-        ("--plan 1,2,1 --comm halo", dict(batching="full", hops=2, propagate=1, degree_input=True, label_input=0.4)),
+        (
+            "--plan 1,2,1 --comm halo",
+            dict(batching="full", hops=2, propagate=1, degree_input=True, label_input=0.4, partitions=3),
+        ),
+        ("--plan 2,1,1", dict(batching="full", partitions=2, evaluate_every=2)),
         ("--plan 1,2,1 --comm ulysses --shard", dict(batching="cluster", sequence_nodes=128)),
     ],
 )

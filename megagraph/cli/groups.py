@@ -57,13 +57,13 @@ GROUPS = {
         ("batching", "batch_size"),
         (
             "samples", "sample_nodes", "candidates", "epsilon", "super_ratio", "super_nodes", "sequence_nodes", "hops",
-            "top", "max_pairs", "propagate", "degree_input", "label_input",
+            "top", "max_pairs", "partitions", "propagate", "degree_input", "label_input",
         ),
     ),
     "training": _Group(
         "How long, and how.",
         ("epochs", "learning_rate", "patience"),
-        ("max_steps", "warmup", "weight_decay", "bias_lr_scale", "clip_norm", "metric"),
+        ("max_steps", "evaluate_every", "warmup", "weight_decay", "bias_lr_scale", "clip_norm", "metric"),
     ),
     "processes": _Group(
         "Several processes, started by torchrun.",

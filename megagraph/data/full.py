@@ -26,15 +26,40 @@ def row_costs(num_pairs: np.ndarray, num_super: int) -> np.ndarray:
     return _PAIR * num_pairs.astype(np.int64) + 2 * num_super + _DENSE
 
 
+def cut(work: np.ndarray, ends: np.ndarray, number: int) -> tuple[int, ...]:
+    """Where slots in a row are cut into so many parts of equal work: where a cluster ends, if enough of these do.
+
+    Args:
+        work: [n], of every slot.
+        ends: slots that begin a cluster, but for the first.
+
+    Returns:
+        number + 1 slots, from 0 to n.
+    """
+    done = work.cumsum()
+    wanted = done[-1] * np.arange(1, number) / number
+    for places in (ends, np.arange(1, len(work))):
+        nearest = np.abs(done[places - 1] - wanted[:, None]).argmin(axis=1) if len(places) else np.zeros(0, int)
+        cuts = np.array([0, *places[nearest], len(work)])
+        if len(cuts) == number + 1 and (np.diff(cuts) > 0).all():
+            return tuple(cuts.tolist())
+    return tuple(len(work) * part // number for part in range(number + 1))
+
+
 class FullBatches(Builder):
     """One sequence: all nodes in the order of their clusters, every super node of the coarsening, global tokens.
 
     A batch is the same each time but for its labels, so it is built once. N = V + P + G with P super nodes.
     Ranks hold whole clusters, as many as make their work equal.
 
+    Training may take its steps on partitions, as Cluster-GCN does (Chiang et al., 2019): nodes of one partition attend
+    to each other where they do in the whole graph, and to all super nodes, which attend to them; all else, features,
+    degrees, buckets, is that of the whole graph.
+
     Args:
         order: [V], the node at every regular slot.
-        clusters: [V], of the nodes, which ascend in this order.
+        ends: the slots that begin a cluster, but for the first.
+        partitions: the slots where each of them begins, and V.
     """
 
     structure: PairBuckets
@@ -46,16 +71,18 @@ class FullBatches(Builder):
         structure: PairBuckets,
         options: BatchOptions,
         order: np.ndarray,
-        clusters: np.ndarray,
+        ends: np.ndarray,
+        partitions: tuple[int, ...],
     ) -> None:
         super().__init__(graph, coarsening, structure)
-        self.order = order
+        self.order, self.partitions = order, partitions
         self.num_regular = graph.num_nodes
         num_super = coarsening.num_parts + options.global_tokens
         self.sequence_nodes = graph.num_nodes + num_super
-        self._ends = np.flatnonzero(np.diff(clusters[order])) + 1
-        self._work = row_costs(structure.relation.row_starts.diff().numpy(), num_super).cumsum()
-        self._built: dict[Share, Batch] = {}
+        self._ends = ends
+        self._work = row_costs(structure.relation.row_starts.diff().numpy(), num_super)
+        self._slots = np.argsort(order)  # of every node
+        self._built: dict[tuple[Share, int, int], Batch] = {}
         self._known, self._part = np.zeros(graph.num_nodes, bool), 0.0
 
     def show_labels(self, nodes: np.ndarray, part: float) -> None:
@@ -67,45 +94,52 @@ class FullBatches(Builder):
         self._known[nodes], self._part = True, part
         self.label_columns = self.graph.num_classes
 
-    def layout(self, num_nodes: int, num_super: int, share: Share) -> NodeLayout:
-        cuts = None if share.cp == 1 else self.cuts(share.cp)
+    def layout(self, num_nodes: int, num_super: int, share: Share, first: int = 0) -> NodeLayout:
+        cuts = None if share.cp == 1 else self.cuts(share.cp, range(first, first + num_nodes))
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp, cuts)
 
-    def cuts(self, world_size: int) -> tuple[int, ...]:
-        """Where the slots are cut for so many ranks: where a cluster ends, if there are enough of these."""
-        wanted = self._work[-1] * np.arange(1, world_size) / world_size
-        for ends in (self._ends, np.arange(1, self.num_regular)):
-            nearest = np.abs(self._work[ends - 1] - wanted[:, None]).argmin(axis=1) if len(ends) else np.zeros(0, int)
-            cuts = np.array([0, *ends[nearest], self.num_regular])
-            if len(cuts) == world_size + 1 and (np.diff(cuts) > 0).all():
-                return tuple(cuts.tolist())
-        return tuple(self.num_regular * rank // world_size for rank in range(world_size + 1))
+    def slots(self, regular: np.ndarray) -> range:
+        """Of the regular nodes [1, N'] of a batch."""
+        first = int(self._slots[regular[0, 0]])
+        return range(first, first + regular.shape[1])
 
-    def halo(self, world_size: int) -> list[int]:
+    def cuts(self, world_size: int, slots: range | None = None) -> tuple[int, ...]:
+        """Where these slots, numbered from 0 on (default: all), are cut for so many ranks."""
+        slots = range(self.num_regular) if slots is None else slots
+        inside = (self._ends > slots.start) & (self._ends < slots.stop)
+        return cut(self._work[slots.start : slots.stop], self._ends[inside] - slots.start, world_size)
+
+    def halo(self, world_size: int, slots: range | None = None) -> list[int]:
         """Regular rows of others that each of so many ranks names."""
+        slots = range(self.num_regular) if slots is None else slots
         relation, rows = self.structure.relation, []
         starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
-        for first, last in pairwise(self.cuts(world_size)):
+        for first, last in pairwise(slots.start + cut for cut in self.cuts(world_size, slots)):
             named = np.zeros(self.num_regular, bool)  # marked, as sorting all of a large graph's pairs takes a minute
             named[columns[starts[first] : starts[last]]] = True
             named[first:last] = False
-            rows.append(int(named.sum()))
+            rows.append(int(named[slots.start : slots.stop].sum()))
         return rows
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
-        """One batch; whichever ``nodes`` count, all take part."""
-        return [self.order[None]]
+        """One batch, of all nodes whichever ``nodes`` count; with ``rng``, in training, one of each partition."""
+        if rng is None:
+            return [self.order[None]]
+        return [self.order[None, first:last] for first, last in rng.permutation([*pairwise(self.partitions)])]
 
     def build(
         self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
     ) -> Batch:
         """The batch; labels of nodes outside ``label_mask`` [V] do not count."""
-        if share not in self._built:
+        slots = self.slots(regular)
+        if (key := (share, slots.start, slots.stop)) not in self._built:
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
-            self._built[share] = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share)
-        built = self._built[share]
+            self._built[key] = self._batch(
+                1, 0, lambda own: (regular[own], everyone[own], supers[own]), share, slots.start
+            )
+        built = self._built[key]
         if self.label_columns:
-            shown = self._shown(label_mask, rng)
+            shown = self._shown(regular, label_mask, rng)
             label_mask = label_mask & ~shown
             built = replace(built, features=torch.cat([built.features, self._columns(built, shown)], dim=1))
         labels = self._labels(regular, label_mask)
@@ -113,12 +147,12 @@ class FullBatches(Builder):
         here = torch.from_numpy(np.ascontiguousarray(labels[:, block.start : block.stop]))
         return replace(built, labels=here, num_targets=int((labels >= 0).sum()))
 
-    def _shown(self, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _shown(self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Whose labels are input, bool [V]."""
         if (label_mask & ~self._known).any():
             return self._known
         drawn = self._known & (rng.random(len(self._known)) < self._part)
-        return drawn if (label_mask & ~drawn).any() else np.zeros_like(drawn)
+        return drawn if (label_mask & ~drawn)[regular].any() else np.zeros_like(drawn)
 
     def _columns(self, batch: Batch, shown: np.ndarray) -> torch.Tensor:
         """Of every row of its features, [U, classes]."""
@@ -129,3 +163,13 @@ class FullBatches(Builder):
         several = labels if self.graph.multi_label else torch.nn.functional.one_hot(labels, self.label_columns)
         columns[torch.from_numpy(rows)] = (several == 1).float()
         return columns
+
+    def __str__(self) -> str:
+        sizes, relation = np.diff(self.partitions), self.structure.relation
+        starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
+        pairs = ((first, last, columns[starts[first] : starts[last]]) for first, last in pairwise(self.partitions))
+        within = sum(int(((first <= named) & (named < last)).sum()) for first, last, named in pairs)
+        return (
+            f"training takes a step on each of {len(sizes)} partitions of {sizes.min():,} to {sizes.max():,} nodes, "
+            f"within which {within / len(columns):.0%} of the pairs are"
+        )

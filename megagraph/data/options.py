@@ -34,6 +34,7 @@ class BatchOptions:
         degree_input: the degree of a node beside its features (``smooth.with_degrees``).
         label_input: of full batches: labels of training nodes are input, of such a part of them in a training step
             (``FullBatches``); 0: of none.
+        partitions: of full batches: training takes a step on each of so many parts of the graph (``FullBatches``).
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         candidates, epsilon: of ego batches: the most others that a node samples from, the nearest by PageRank, and to
             what precision these are found (``Pagerank``); ``num_candidates`` has the default.
@@ -58,6 +59,7 @@ class BatchOptions:
     propagate: int = 0
     degree_input: bool = False
     label_input: float = 0.0
+    partitions: int = 1
     sample_nodes: int = 14
     samples: int = 8
     candidates: int | None = None
@@ -77,14 +79,16 @@ class BatchOptions:
                 raise ValueError(f"{name} must be {' or '.join(allowed)}, got {getattr(self, name)!r}")
         if not 0.0 < self.power_gib < math.inf:
             raise ValueError(f"power_gib must be above 0, got {self.power_gib}")
-        names = ("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes", "hops", "max_pairs")
-        for low, name in (*((1, name) for name in names), (0, "global_tokens"), (0, "propagate"), (0, "top")):
+        least = dict.fromkeys(("channels", "max_distance", "sample_nodes", "samples", "sequence_nodes", "hops"), 1)
+        least |= {"max_pairs": 1, "partitions": 1, "global_tokens": 0, "propagate": 0, "top": 0}
+        for name, low in least.items():
             if not low <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0.0 <= self.label_input < 1.0:
             raise ValueError(f"label_input must be in [0, 1), got {self.label_input}")
-        if self.label_input and self.batching != "full":
-            raise ValueError(f"label_input needs batching full, got {self.batching}")
+        for name, given in (("label_input", self.label_input > 0.0), ("partitions", self.partitions > 1)):
+            if given and self.batching != "full":
+                raise ValueError(f"{name} needs batching full, got {self.batching}")
         if self.batching == "full" and self.bias != "bucket":
             raise ValueError(f"bias must be bucket or auto for full batches, got {self.bias}")
         if self.batching == "full" and (buckets := self.num_full_buckets) > MOST_BUCKETS:

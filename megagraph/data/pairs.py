@@ -66,7 +66,7 @@ class PairBuckets:
         self.relation, self.index = Relation.from_lists(
             "the pairs of the graph", starts, columns, buckets, graph.num_nodes
         )
-        self._built: BorderedData | None = None
+        self._slots = np.argsort(order)  # of every node
 
     @property
     def start(self) -> tuple[float, ...]:
@@ -86,14 +86,24 @@ class PairBuckets:
         return pairs * _LIST_BYTES + borders + 8 * (len(block) + layout.num_nodes)
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> BorderedData:
-        """A rank's part of the only sequence, regular nodes [1, V] in ``order`` and super nodes [1, s]."""
-        if self._built is None:
-            n, s = layout.num_nodes, supers.shape[1]
-            rows = np.full((1, layout.num_super, layout.num_columns), self.size - 1, np.uint8)
-            rows[:, :s, : n + s] = self._coarse(regular, supers) + np.uint8(self._first_coarse)
-            columns = np.ascontiguousarray(rows[:, :, :n].swapaxes(1, 2))
-            self._built = BorderedData(self.relation, self.index, torch.from_numpy(columns), torch.from_numpy(rows))
-        return self._built.shard(layout)
+        """A rank's part of a sequence, regular nodes [1, N'] in a row in ``order`` and super nodes [1, s]."""
+        first, n, s = int(self._slots[regular[0, 0]]), layout.num_nodes, supers.shape[1]
+        rows = np.full((1, layout.num_super, layout.num_columns), self.size - 1, np.uint8)
+        rows[:, :s, : n + s] = self._coarse(regular, supers) + np.uint8(self._first_coarse)
+        columns = np.ascontiguousarray(rows[:, :, :n].swapaxes(1, 2))
+        relation, index = self._among(first, first + n)
+        return BorderedData(relation, index, torch.from_numpy(columns), torch.from_numpy(rows)).shard(layout)
+
+    def _among(self, first: int, last: int) -> tuple[Relation, torch.Tensor]:
+        """The pairs of these slots with each other, and their buckets."""
+        if last - first == len(self.order):
+            return self.relation, self.index
+        starts = self.relation.row_starts[first : last + 1]
+        own = slice(int(starts[0]), int(starts[-1]))
+        columns = self.relation.columns[own]
+        inside = (columns >= first) & (columns < last)
+        ends = torch.nn.functional.pad(inside.cumsum(0), (1, 0))[starts - starts[0]]
+        return Relation.of_rows(ends, columns[inside] - first, last - first, 1), self.index[own][inside]
 
     def __str__(self) -> str:
         each = self.num_pairs / len(self.order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.coarsen import Coarsening, coarsen, merge, nested_partition, partition, quotient
 from megagraph.data.ego import EgoBatches
-from megagraph.data.full import FullBatches, row_costs
+from megagraph.data.full import FullBatches, cut, row_costs
 from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
@@ -46,14 +47,17 @@ def prepare(
     builder = _builder(propagated(graph, options.propagate), options, cluster_size, together)
     if known is not None and isinstance(builder, FullBatches):
         builder.show_labels(known, options.label_input)
-    if options.shuffle_structure:
-        builder.relabel = _other_nodes(graph)
+    if options.shuffle_structure and builder.relabel is None:
+        builder.relabel = _other_nodes([np.arange(graph.num_nodes)])
     return builder
 
 
-def _other_nodes(graph: Graph) -> np.ndarray:
-    """A random permutation, the same each time."""
-    return np.random.default_rng(0).permutation(graph.num_nodes)
+def _other_nodes(groups: Sequence[np.ndarray]) -> np.ndarray:
+    """[V]: a random permutation of all nodes within these groups, the same each time."""
+    rng, others = np.random.default_rng(0), np.empty(sum(map(len, groups)), np.int64)
+    for nodes in groups:
+        others[np.sort(nodes)] = rng.permutation(np.sort(nodes))
+    return others
 
 
 def _say(graph: Graph, what: str) -> None:
@@ -78,8 +82,11 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     num_clusters = -(-graph.num_nodes // cluster_size)
     _say(graph, f"{num_clusters:,} clusters")
     if options.batching == "full":
+        if options.partitions > graph.num_nodes:
+            raise ValueError(f"partitions must be at most {graph.num_nodes}, the nodes, got {options.partitions}")
         halves = min(1 << (num_clusters - 1).bit_length(), graph.num_nodes)
-        clusters = nested_partition(graph, halves, row_costs(np.diff(graph.indptr) + 1, options.num_super))
+        costs = row_costs(np.diff(graph.indptr) + 1, options.num_super)
+        clusters = nested_partition(graph, halves, costs)
     else:
         clusters = partition(graph, num_clusters)
     edges = quotient(graph, clusters)
@@ -87,10 +94,15 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
     if options.batching == "full":
         order = np.argsort(clusters, kind="stable")
-        in_lists = _other_nodes(graph)[order] if options.shuffle_structure else order
+        ends = np.flatnonzero(np.diff(clusters[order])) + 1
+        partitions = cut(costs[order], ends, options.partitions)
+        # of a partition, or few of its pairs would be left
+        others = _other_nodes(np.split(order, partitions[1:-1])) if options.shuffle_structure else None
         _say(graph, "the pairs that attend")
-        pairs = PairBuckets(graph, coarsening, in_lists, options)
-        return FullBatches(graph, coarsening, pairs, options, order, clusters)
+        pairs = PairBuckets(graph, coarsening, order if others is None else others[order], options)
+        full = FullBatches(graph, coarsening, pairs, options, order, ends, partitions)
+        full.relabel = others
+        return full
     structure = _structure(graph, coarsening, options)
     return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
 

@@ -134,6 +134,77 @@ def test_a_batch_has_every_node_once_and_labels_of_those_that_count(graph):
     assert other.structure is batch.structure and other.num_targets == graph.num_nodes - 2
 
 
+def partitions_of(builder, seed=0):
+    """Slots and batch of each, in their order in the graph."""
+    plan = builder.plan(np.arange(3), 32, np.random.default_rng(seed))
+    everyone, rng = np.ones(builder.graph.num_nodes, bool), np.random.default_rng(0)
+    found = [(np.flatnonzero(np.isin(builder.order, item[0])), builder.build(item, everyone, rng)) for item in plan]
+    return sorted(found, key=lambda both: both[0][0])
+
+
+@settings(max_examples=20)
+@given(graph=random_graphs(), number=st.integers(1, 4), top=st.sampled_from([0, 2]))
+def test_a_partition_is_the_whole_graph_without_other_nodes(graph, number, top):
+    number = min(number, graph.num_nodes)
+    builder = prepare(graph, options(hops=2, top=top, partitions=number))
+    order, whole = the_batch(builder)
+    index, n = dense_index(whole.structure), graph.num_nodes
+    found = partitions_of(builder)
+    assert np.concatenate([slots for slots, _ in found]).tolist() == list(range(n)) and len(found) == number
+    for slots, batch in found:
+        kept = [*slots, *range(n, len(index))]
+        np.testing.assert_array_equal(dense_index(batch.structure), index[np.ix_(kept, kept)])
+        assert batch.target_nodes[0].tolist() == order[slots].tolist()
+        assert batch.labels[0].tolist() == graph.labels[order[slots]].tolist() and batch.num_targets == len(slots)
+        for name in ("features", "degrees", "node_ids"):
+            own, all_of_it = (getattr(x, name)[x.node_index[0]] for x in (batch, whole))
+            assert torch.equal(own, all_of_it[kept[: len(own)]]), name
+
+
+def test_partitions_are_whole_clusters_of_equal_work_in_any_order():
+    graph = synthetic_graph(num_nodes=3000, num_classes=3, in_features=8, homophily=0.9)
+    builder = prepare(graph, options(hops=1, top=0, partitions=5))
+    pairs = builder.structure.relation.row_starts.diff().numpy()
+    work = [row_costs(pairs[first:last], 3).sum() for first, last in pairwise(builder.partitions)]
+    assert len(work) == 5 and max(work) <= 1.1 * np.mean(work)
+    assert set(builder.partitions[1:-1]) <= set(builder._ends.tolist())
+    inside = sum(len(batch.structure.index) for _, batch in partitions_of(builder)) / len(builder.structure.index)
+    assert f"5 partitions of {min(np.diff(builder.partitions))} to" in str(builder) and f"{inside:.0%}" in str(builder)
+    assert inside > 0.5  # one pair in five, were they any nodes
+    firsts = [[item[0, 0] for item in builder.plan(None, 1, np.random.default_rng(seed))] for seed in range(9)]
+    assert len({*map(tuple, firsts)}) > 5 and len({tuple(sorted(first)) for first in firsts}) == 1
+
+
+def test_a_rank_has_its_rows_of_a_partition(graph):
+    builder = prepare(graph, options(top=4, partitions=3), cluster_size=16)
+    everyone = np.ones(graph.num_nodes, bool)
+    for item in builder.plan(None, 1, np.random.default_rng(0)):
+        whole, *parts = (
+            builder.build(item, everyone, np.random.default_rng(0), share)
+            for share in (Share(), *(Share(cp_rank=rank, cp=2) for rank in range(2)))
+        )
+        index, n = dense_index(whole.structure), item.shape[1]
+        np.testing.assert_array_equal(np.concatenate([dense_rows(part.structure) for part in parts]), index[:n])
+        assert np.concatenate([part.target_nodes[0] for part in parts]).tolist() == item[0].tolist()
+        slots = builder.slots(item)
+        wanted = []
+        for part in parts:
+            block = part.layout.block()
+            named = (index[block.start : block.stop, :n] != 255).any(axis=0)
+            wanted.append(named.sum() - named[block.start : block.stop].sum())
+            cost = row_costs((index[block.start : block.stop, :n] != 255).sum(axis=1), 3).sum()
+            assert cost <= 0.6 * row_costs((index[:n, :n] != 255).sum(axis=1), 3).sum()
+        assert builder.halo(2, slots) == wanted
+
+
+def test_other_nodes_of_a_partition_are_in_it(graph):
+    own, other = (prepare(graph, options(shuffle_structure=s, partitions=3)) for s in (False, True))
+    for (_, plain), (_, shuffled) in zip(partitions_of(own), partitions_of(other), strict=True):
+        assert sorted(plain.structure.index.tolist()) == sorted(shuffled.structure.index.tolist())
+        assert not torch.equal(plain.structure.relation.columns, shuffled.structure.relation.columns)
+        assert torch.equal(plain.target_nodes, shuffled.target_nodes)
+
+
 @pytest.mark.parametrize("model", ["hierarchical", "graphormer"])
 def test_logits_and_gradients_are_those_of_dense_attention(graph, model, tmp_path):
     config = mg.TrainConfig(**SMALL, model=model, dtype="fp64", hops=2, top=3, out=tmp_path / "run")
@@ -246,6 +317,46 @@ def test_propagated_features_train_and_predict(tmp_path, graph):
             mg.predict(config.out, replace(graph, features=graph.features[:, :5]))
 
 
+def lines_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "step" in line], [line for line in lines if "epoch" in line]
+
+
+def test_training_takes_a_step_on_every_partition(tmp_path, graph):
+    changes = dict(partitions=4, epochs=6, label_input=0.3, checkpoint_every=10, keep=9)
+    summary, config = train(tmp_path, graph, **changes)
+    assert summary.steps == 24 and summary.epochs == 6 and summary.sequence_nodes == 244
+    assert summary.test_accuracy > 0.6 > summary.majority_accuracy
+    assert mg.predict(config.out, graph).shape == (240, 3)
+    losses = [line["loss"] for line in lines_of(config.out)[0]]
+    mg.Trainer.resume(config.out, resume_step=10).fit(graph)  # within an epoch
+    assert [line["loss"] for line in lines_of(config.out)[0]] == losses and len(losses) == 24
+    train(tmp_path, graph, "one", partitions=1, epochs=2)
+    train(tmp_path, graph, "none", epochs=2)
+    assert lines_of(tmp_path / "one")[0][1]["loss"] == lines_of(tmp_path / "none")[0][1]["loss"]
+
+
+def test_evaluation_from_time_to_time_is_the_same_training(tmp_path, graph):
+    changes = dict(partitions=2, epochs=7, checkpoint_every=9, keep=9)
+    every, _ = train(tmp_path, graph, "every", **changes)
+    some, config = train(tmp_path, graph, "some", **changes, evaluate_every=3)
+    steps, epochs = lines_of(config.out)
+    all_steps, all_epochs = lines_of(tmp_path / "every")
+    losses = [line["loss"] for line in steps]
+    assert losses == [line["loss"] for line in all_steps] and some.steps == len(losses) == 14
+    assert [line["epoch"] for line in epochs] == [2, 5, 6] and some.epochs == every.epochs == 7
+    for line, means in zip(epochs, (losses[:6], losses[6:12], losses[12:]), strict=True):
+        same = all_epochs[line["epoch"]]
+        assert all(line[name] == same[name] for name in ("val_accuracy", "test_accuracy"))
+        assert line["loss"] == pytest.approx(np.mean(means)) and line["train_seconds"] > 0
+    assert some.best_val_accuracy == max(line["val_accuracy"] for line in epochs)
+    resumed = mg.Trainer.resume(config.out, resume_step=9).fit(graph)  # after an epoch that was not evaluated, and half
+    again = lines_of(config.out)
+    assert [line["loss"] for line in again[0]] == losses
+    assert [(line["epoch"], line["loss"]) for line in again[1]] == [(line["epoch"], line["loss"]) for line in epochs]
+    assert resumed.best_epoch == some.best_epoch and resumed.epochs == 7
+
+
 def test_patience_ends_a_run(tmp_path, graph):
     summary, config = train(tmp_path, graph, epochs=200, patience=3)
     lines = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
@@ -315,6 +426,10 @@ BAD = {
     "top": (dict(top=-1), "top must be at least 0"),
     "propagate": (dict(propagate=-1), "propagate must be at least 0"),
     "patience": (dict(patience=0), "patience must be at least 1"),
+    "evaluate_every": (dict(evaluate_every=0), "evaluate_every must be at least 1"),
+    "no partition": (dict(partitions=0), "partitions must be at least 1"),
+    "partitions of nobody": (dict(partitions=241), "partitions must be at most 240, the nodes, got 241"),
+    "partitions of ego batches": (dict(batching="ego", partitions=2), "partitions needs batching full, got ego"),
     "all labels": (dict(label_input=1.0), r"label_input must be in \[0, 1\), got 1.0"),
     "labels of ego batches": (dict(batching="ego", label_input=0.5), "label_input needs batching full, got ego"),
     "degrees beside vectors": (dict(embedding="learned", degree_input=True), "degree_input needs embedding features"),
