@@ -27,12 +27,13 @@ import numpy as np
 import torch
 import tyro
 
-from bench.paper.baselines import train
+from bench.paper.baselines import EVERY, train
 from bench.paper.trials import (
     BASELINES,
     COMPARED,
     MORE_BASELINES,
     OURS,
+    PARTITIONED,
     SETS,
     TRIALS,
     TUNING_SEED,
@@ -59,9 +60,17 @@ class Piece:
     system: str
     trial: int | None
     seed: int
+    partitions: int = 1
 
     def is_of(self, row: dict[str, Any]) -> bool:
-        return (row["set"], row["system"], row["trial"], row["seed"]) == (self.set, self.system, self.trial, self.seed)
+        return (row["set"], row["system"], row["trial"], row["seed"], partitions_of(row)) == (
+            self.set, self.system, self.trial, self.seed, self.partitions,
+        )  # fmt: skip
+
+
+def partitions_of(row: dict[str, Any]) -> int:
+    """Of how many a training took its steps."""
+    return row["settings"].get("partitions", 1)
 
 
 def pieces(name: str) -> list[Piece]:
@@ -75,7 +84,18 @@ def pieces(name: str) -> list[Piece]:
         for trial in range(len(TRIALS[system]))
     ]
     seeds = range(TUNING_SEED + 1, TUNING_SEED + 1 + chosen.seeds)
-    return trials + [Piece(name, system, None, seed) for system in chosen.systems for seed in seeds]
+    return trials + [
+        Piece(name, system, None, seed, partitions)
+        for system in chosen.systems
+        for partitions in ((1, chosen.partitions) if chosen.partitions > 1 and system in PARTITIONED else (1,))
+        for seed in seeds
+    ]
+
+
+def is_done(name: str, system: str) -> bool:
+    """Whether all that is reported of a system has been trained."""
+    rows = rows_of(name)
+    return all(any(map(piece.is_of, rows)) for piece in pieces(name) if piece.system == system and piece.trial is None)
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -126,7 +146,10 @@ def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
     of = nearest(piece.set, root)
     if (best := best_trial(of, system)) is None:
         return None, of
-    return TRIALS[system][best], of
+    settings = TRIALS[system][best]
+    if piece.partitions > 1:
+        settings = settings | {"partitions": piece.partitions} | ({"evaluate_every": EVERY} if system in OURS else {})
+    return settings, of
 
 
 def best_trial(name: str, system: str) -> int | None:
@@ -149,7 +172,8 @@ def ours(piece: Piece, settings: dict[str, Any], graph: Graph, split: Split, roo
     """One run of the package, and what it says of the test nodes where it is reported."""
     chosen = of_name(piece.set)
     model: dict[str, Any] = {"model": "graphormer"} if piece.system == "graphormer" else {}
-    model |= {"epochs": chosen.epochs, "checkpoint_every": chosen.epochs}
+    epochs = chosen.epochs if piece.partitions == 1 else chosen.partition_epochs
+    model |= {"epochs": epochs, "checkpoint_every": epochs * piece.partitions}
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
@@ -196,10 +220,10 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
     if piece.system in OURS:
         row = ours(piece, settings, graph, split, root)
     else:
+        given = {"clusters" if name == "partitions" else name: value for name, value in settings.items()}
         row, probabilities = train(
-            piece.system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds,
-            **settings,
-        )  # fmt: skip
+            piece.system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds, **given
+        )
         if piece.trial is None:
             row |= outcome(probabilities, graph, split, chosen.metric)
     unit = "area under the ROC curve" if chosen.metric == "roc_auc" else "fraction correct"
@@ -259,8 +283,20 @@ def plan() -> None:
 
 
 def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
-    """The rows of a system that are not of tuning, by seed; the last of each, which is of the trial chosen last."""
-    return {row["seed"]: row for row in rows_of(name) if row["system"] == system and row["trial"] is None}
+    """The rows of a system that are not of tuning, by seed; the last of each, which is of the trial chosen last.
+
+    Of those whose steps are on partitions and those whose are not: which have more seeds, or as many and are better on
+    validation nodes.
+    """
+    found: dict[int, dict[int, dict[str, Any]]] = {1: {}}
+    for row in rows_of(name):
+        if row["system"] == system and row["trial"] is None:
+            found.setdefault(partitions_of(row), {})[row["seed"]] = row
+
+    def merit(rows: dict[int, dict[str, Any]]) -> tuple[int, float]:
+        return len(rows), float(np.mean([row["best_val"] for row in rows.values()])) if rows else 0.0
+
+    return max(found.values(), key=merit)
 
 
 def difference(name: str, one: str, other: str) -> tuple[float, float, float] | None:

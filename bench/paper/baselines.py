@@ -38,6 +38,7 @@ class Network(nn.Module):
 
     ``classic``: as they were published (Kipf and Welling, 2017; Velickovic et al., 2018): features of a node sum to 1,
     dropout comes before every convolution, and on the attention of a GAT, and the last one gives the scores.
+    ``cached``: all calls have the same edges.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Network(nn.Module):
         residual: bool,
         dropout: float,
         classic: bool = False,
+        cached: bool = True,
     ) -> None:
         super().__init__()
         wide, hidden, classes = widths
         into = [wide] + [hidden] * (layers - 1 - classic)
         of_attention = dropout if classic else 0.0
         make: Callable[[int, int, int], nn.Module] = {
-            "gcn": lambda n, m, heads: GCNConv(n, m, cached=True),
+            "gcn": lambda n, m, heads: GCNConv(n, m, cached=cached),
             "sage": lambda n, m, heads: SAGEConv(n, m),
             "gat": lambda n, m, heads: GATConv(n, m // heads, heads=heads, dropout=of_attention),
             "cluster-gcn": lambda n, m, heads: ClusterGCNConv(n, m),
@@ -164,11 +166,19 @@ def train(
     graph.read_features(np.arange(graph.num_nodes), x.numpy())
     if baseline == "gps":
         x = AddRandomWalkPE(_WALK, attr_name=None)(Data(x, _pairs(graph.adjacency))).x
+    if clusters > 1:
+        settings["cached"] = False
     network = make(baseline, (x.shape[1], hidden, graph.num_classes), settings)
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate, weight_decay=weight_decay)
     labels, known = torch.tensor(graph.labels), torch.zeros(graph.num_nodes, dtype=torch.bool)
     known[split.train] = True
     parts, draws = partition(graph, clusters), np.random.default_rng(seed)
+
+    of_one = {}  # a cluster alone is the same each time
+
+    def batch(chosen: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        nodes = np.flatnonzero(np.isin(parts, chosen))
+        return x[nodes], edges_of(graph.adjacency[nodes][:, nodes]), labels[nodes], known[nodes]
 
     def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Of an epoch: features, edges, labels, and which nodes are trained on."""
@@ -176,9 +186,12 @@ def train(
             yield x, edges, labels, known
             return
         for chosen in np.split(draws.permutation(clusters), range(clusters_together, clusters, clusters_together)):
-            nodes = np.flatnonzero(np.isin(parts, chosen))
-            if known[nodes].any():
-                yield x[nodes], edges_of(graph.adjacency[nodes][:, nodes]), labels[nodes], known[nodes]
+            key = tuple(chosen)
+            found = of_one[key] if key in of_one else batch(key)
+            if clusters_together == 1:
+                of_one[key] = found
+            if found[3].any():
+                yield found
 
     best: dict[str, Any] = {"best_val": -1.0}
     of_best = np.empty(0)

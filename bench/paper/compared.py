@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from bench.paper.accuracy import difference, reported
+from bench.paper.accuracy import difference, is_done, partitions_of, reported
 from bench.paper.trials import COMPARED, SETS
 from bench.provenance import RESULTS, write_judgement
 
@@ -23,13 +23,10 @@ CLASSIC = ("gcn", "sage", "gat")
 def compared(name: str) -> dict[str, Any]:
     """Of a set: means and standard deviations in percent, minutes of one core a training, differences in points with a
     95 % interval."""
-    systems = {
-        system: rows
-        for system in SETS[name].systems
-        if len(rows := [*reported(name, system).values()]) == SETS[name].seeds
-    }
+    systems = {system: [*reported(name, system).values()] for system in SETS[name].systems if is_done(name, system)}
     found: dict[str, Any] = {"tests": {system: _spread(rows) for system, rows in systems.items()}}
     found["minutes"] = {system: _mean(rows, "cpu_seconds") / 60 for system, rows in systems.items()}
+    found["partitions"] = {system: n for system, rows in systems.items() if (n := partitions_of(rows[0])) > 1}
     validation = {system: _mean(rows, "best_val") for system, rows in systems.items()}
     if {"megagraph", "megagraph-unbiased"} <= systems.keys():
         found["structure"] = _against(name, "megagraph-unbiased") | _learned(systems["megagraph"])

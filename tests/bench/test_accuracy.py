@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ def results(tmp_path, monkeypatch):
 
 
 def row(system, trial, seed, best_val, **more):
-    return {"set": "cora", "system": system, "trial": trial, "seed": seed, "best_val": best_val, "test": 0.5} | more
+    own = {"set": "cora", "system": system, "trial": trial, "seed": seed, "best_val": best_val, "test": 0.5}
+    return own | {"settings": {}} | more
 
 
 def test_every_training_is_one_piece_and_reports_are_of_other_seeds_than_tuning():
@@ -70,6 +72,26 @@ def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(result
     assert capsys.readouterr().out.splitlines() == [
         "own: gcn, megagraph cannot be reported before they are tuned: run --sets computers"
     ]
+
+
+def test_steps_on_partitions_count_where_all_seeds_have_them_and_validation_says_so(results):
+    """GCN is better with them, GAT without, for GraphSAGE a seed is missing."""
+    (results / "cpu/accuracy").mkdir(parents=True)
+    seeds = range(1, 1 + trials.SETS["wordnet30"].seeds)
+    values = {"gcn": (0.6, 0.7), "gat": (0.8, 0.7), "sage": (0.6, 0.7), "sgformer": (0.5, None)}
+    with (results / "cpu/accuracy/wordnet30.jsonl").open("w") as file:
+        for system, of in values.items():
+            for partitions, value in zip((1, 8), of, strict=True):
+                for seed in seeds if value is not None else ():
+                    if (system, partitions, seed) != ("sage", 8, 2):
+                        settings = {"partitions": 8} if partitions == 8 else {}
+                        own = row(system, None, seed, value + (seed == 1), settings=settings, cpu_seconds=60)
+                        print(json.dumps(own | {"set": "wordnet30"}), file=file)
+    chosen = {s: accuracy.partitions_of(next(iter(accuracy.reported("wordnet30", s).values()))) for s in values}
+    assert chosen == {"gcn": 8, "gat": 1, "sage": 1, "sgformer": 1}
+    assert [s for s in values if accuracy.is_done("wordnet30", s)] == ["gcn", "gat", "sgformer"]
+    assert compared.compared("wordnet30")["partitions"] == {"gcn": 8}
+    assert compared.compared("wordnet30")["tests"].keys() == {"gcn", "gat", "sgformer"}
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
@@ -198,3 +220,11 @@ def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tm
     accuracy.table(sets=("small",))
     table = capsys.readouterr().out
     assert "megagraph - megagraph-unbiased" in table and "megagraph - gcn" in table and "graphormer" in table
+    monkeypatch.setitem(trials.SETS, "small", replace(small, partitions=2, partition_epochs=4))
+    for _ in range(2):
+        accuracy.run(**arguments, systems=("gcn", "megagraph"))
+    more = accuracy.rows_of("small")[8:]
+    assert [(row["system"], accuracy.partitions_of(row), row["seed"]) for row in more] == [
+        ("gcn", 2, 1), ("megagraph", 2, 1)
+    ]  # fmt: skip
+    assert more[1]["epochs"] == 4 and more[1]["settings"] == ours[0] | {"partitions": 2, "evaluate_every": 4}
