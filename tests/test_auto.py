@@ -7,7 +7,7 @@ import json
 import math
 import os
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import megagraph as mg
 from megagraph import auto
 from megagraph.data.datasets import synthetic_graph
 from megagraph.dry_run import dry_run
+from megagraph.evaluate import batches
 from megagraph.planner import profile
 from tests.planner import synthetic
 
@@ -164,6 +165,7 @@ def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     config = mg.TrainConfig(
         plan="auto",
         batching=batching,
+        partitions=2 if batching == "full" else 1,
         layers=2,
         dim=16,
         ffn_dim=16,
@@ -184,10 +186,14 @@ def test_a_run_measures_searches_and_trains(batching, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["plan"] == "1,1,1"
     (kept,) = (tmp_path / "cache").glob("*.json")
     predicted = mg.planner.fit(json.loads(kept.read_text()))
-    model, _ = predicted.profiled()
+    model, workload = predicted.profiled()
     assert mg.planner.search(predicted, model, 1, 2**40).best.step_seconds == pytest.approx(
         summary.predicted_step_seconds
     )
+    if batching == "full":  # a step is on one of two partitions
+        whole = batches(replace(config, partitions=1), graph).structure.num_pairs
+        assert 0.3 * 300 < workload.num_nodes < 0.7 * 300 and 0.1 * whole < workload.pairs < 0.7 * whole
+        assert len(workload.halo) == 3 and max(workload.halo) < workload.num_nodes
     for asked in (config, config.with_plan(mg.Plan(layers=(2,)))):
         said = dry_run(asked, graph)
         assert said["plan"] == str(mg.Plan(layers=(2,)))
