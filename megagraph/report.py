@@ -89,15 +89,17 @@ def _section(run: Run, history: History) -> _Section:
     config, graph, best = run.config, graph_of(run), history.best
     measured = [] if best is None else [name for name in METRICS if best.get(f"test_{name}") is not None]
     summary = files.typed(Summary, run.summary, "the result of a run") if run.state == "finished" else None
+    partitions = f" in {config.partitions} partitions" if config.partitions > 1 else ""
+    epochs = history.epochs[-1]["epoch"] + 1 if history.epochs else 0  # not all may have been evaluated
     sizes = ""
     if summary:
         sizes = f", {summary.parameters:,} parameters, sequences of N = {summary.sequence_nodes:,} nodes"
     state = "Finished" if summary else "Not finished; so far"
     return _Section(
         name=history.name,
-        model=f"{model_of(config)}, {config.heads} heads, {config.bias_form} bias{sizes}.",
+        model=f"{model_of(config)}{partitions}, {config.heads} heads, {config.bias_form} bias{sizes}.",
         graph="The run folder says nothing of the graph." if graph is None else f"{graph}.",
-        progress=f"{state}: {len(history.epochs):,} epochs, {len(history.steps):,} steps. {run.folder.absolute()}",
+        progress=f"{state}: {epochs:,} epochs, {len(history.steps):,} steps. {run.folder.absolute()}",
         results=[_result(name, best, graph) for name in measured if best is not None],
         best_epoch=None if best is None else best["epoch"],
         plan=str(Plan.load(run.folder / "plan.json")),

@@ -55,7 +55,7 @@ class Page(HTMLParser):
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     finished, stopped = folder / "first", folder / "<i>second & $last$"
-    mg.Trainer(config(finished, trace=True)).fit(graph())
+    mg.Trainer(config(finished, trace=True, evaluate_every=2)).fit(graph())
     with stop_at(8):
         mg.Trainer(config(stopped, seed=1, learning_rate=1e-3)).fit(graph())
     return finished, stopped
@@ -74,6 +74,8 @@ def test_a_page_about_a_run(runs, tmp_path):
     assert (
         f"synthetic: 100 nodes, {graph().num_edges // 2} edges, 8 features, 3 classes; 60 nodes to train" in page.text
     )
+    assert f"Finished: {summary['epochs']} epochs, {summary['steps']} steps." in page.text
+    assert len([line for line in run.metrics() if "epoch" in line]) < summary["epochs"]
     shares = (f"{summary[name]:.4f}" for name in ("test_accuracy", "best_val_accuracy", "majority_accuracy"))
     assert ["accuracy", *shares, str(summary["best_epoch"])] in page.rows
     assert ["--dim", "16", "128"] in page.rows and ["--seed", "0"] in page.rows

@@ -26,6 +26,7 @@ from megagraph.data.sample import Pagerank
 from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_model
+from megagraph.report import report
 from tests.data.graphs import dense_hops, dense_normalized, random_graphs
 
 SMALL = dict(batching="full", layers=2, dim=16, ffn_dim=16, heads=2, super_nodes=4, epochs=4, learning_rate=1e-2)
@@ -328,6 +329,8 @@ def test_training_takes_a_step_on_every_partition(tmp_path, graph):
     assert summary.steps == 24 and summary.epochs == 6 and summary.sequence_nodes == 244
     assert summary.test_accuracy > 0.6 > summary.majority_accuracy
     assert mg.predict(config.out, graph).shape == (240, 3)
+    report([config.out], tmp_path / "report.html")
+    assert "full batches in 4 partitions, 2 heads" in (tmp_path / "report.html").read_text()
     losses = [line["loss"] for line in lines_of(config.out)[0]]
     mg.Trainer.resume(config.out, resume_step=10).fit(graph)  # within an epoch
     assert [line["loss"] for line in lines_of(config.out)[0]] == losses and len(losses) == 24
