@@ -177,7 +177,7 @@ def test_partitions_are_whole_clusters_of_equal_work_in_any_order():
 
 
 def test_a_rank_has_its_rows_of_a_partition(graph):
-    builder = prepare(graph, options(top=4, partitions=3), cluster_size=16)
+    builder = prepare(graph, options(top=4, partitions=3), cluster_size=4)
     everyone = np.ones(graph.num_nodes, bool)
     for item in builder.plan(None, 1, np.random.default_rng(0)):
         whole, *parts = (
@@ -193,9 +193,10 @@ def test_a_rank_has_its_rows_of_a_partition(graph):
             block = part.layout.block()
             named = (index[block.start : block.stop, :n] != 255).any(axis=0)
             wanted.append(named.sum() - named[block.start : block.stop].sum())
-            cost = row_costs((index[block.start : block.stop, :n] != 255).sum(axis=1), 3).sum()
-            assert cost <= 0.6 * row_costs((index[:n, :n] != 255).sum(axis=1), 3).sum()
         assert builder.halo(2, slots) == wanted
+        work = row_costs((index[:n, :n] != 255).sum(axis=1), 3).cumsum()
+        ends = [end - slots.start for end in builder._ends if slots.start < end < slots.stop]
+        assert len(ends) > 1 and parts[0].layout.cuts[1] == min(ends, key=lambda end: abs(2 * work[end - 1] - work[-1]))
 
 
 def test_other_nodes_of_a_partition_are_in_it(graph):
@@ -401,6 +402,11 @@ def test_a_label_that_is_input_does_not_count(graph, several):
     only = np.zeros(240, bool)
     only[np.flatnonzero(known)[0]] = True
     assert all((build(only, seed)[1] == only).all() for seed in range(9))  # something always counts
+    several = prepare(graph, options(label_input=0.9, partitions=3), known=np.flatnonzero(known))
+    for part in several.plan(None, 1, np.random.default_rng(0)):  # in every partition, too
+        few = np.zeros(240, bool)
+        few[part[0][known[part[0]]][:1]] = few[np.flatnonzero(known)[:3]] = True
+        assert all(several.build(part, few, np.random.default_rng(seed)).num_targets for seed in range(9))
 
 
 def test_labels_tell_what_features_do_not(tmp_path, graph):
