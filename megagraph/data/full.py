@@ -80,7 +80,6 @@ class FullBatches(Builder):
         num_super = coarsening.num_parts + options.global_tokens
         self.sequence_nodes = graph.num_nodes + num_super
         self._ends = ends
-        self._work = row_costs(structure.relation.row_starts.diff().numpy(), num_super)
         self._slots = np.argsort(order)  # of every node
         self._built: dict[tuple[Share, int, int], Batch] = {}
         self._known, self._part = np.zeros(graph.num_nodes, bool), 0.0
@@ -106,19 +105,21 @@ class FullBatches(Builder):
     def cuts(self, world_size: int, slots: range | None = None) -> tuple[int, ...]:
         """Where these slots, numbered from 0 on (default: all), are cut for so many ranks."""
         slots = range(self.num_regular) if slots is None else slots
+        pairs = self.structure.among(slots)[0].row_starts.diff().numpy()
         inside = (self._ends > slots.start) & (self._ends < slots.stop)
-        return cut(self._work[slots.start : slots.stop], self._ends[inside] - slots.start, world_size)
+        costs = row_costs(pairs, self.sequence_nodes - self.num_regular)
+        return cut(costs, self._ends[inside] - slots.start, world_size)
 
     def halo(self, world_size: int, slots: range | None = None) -> list[int]:
         """Regular rows of others that each of so many ranks names."""
         slots = range(self.num_regular) if slots is None else slots
-        relation, rows = self.structure.relation, []
+        relation, rows = self.structure.among(slots)[0], []
         starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
-        for first, last in pairwise(slots.start + cut for cut in self.cuts(world_size, slots)):
-            named = np.zeros(self.num_regular, bool)  # marked, as sorting all of a large graph's pairs takes a minute
+        for first, last in pairwise(self.cuts(world_size, slots)):
+            named = np.zeros(len(slots), bool)  # marked, as sorting all of a large graph's pairs takes a minute
             named[columns[starts[first] : starts[last]]] = True
             named[first:last] = False
-            rows.append(int(named[slots.start : slots.stop].sum()))
+            rows.append(int(named.sum()))
         return rows
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
@@ -165,11 +166,10 @@ class FullBatches(Builder):
         return columns
 
     def __str__(self) -> str:
-        sizes, relation = np.diff(self.partitions), self.structure.relation
-        starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
-        pairs = ((first, last, columns[starts[first] : starts[last]]) for first, last in pairwise(self.partitions))
-        within = sum(int(((first <= named) & (named < last)).sum()) for first, last, named in pairs)
+        parts = [range(first, last) for first, last in pairwise(self.partitions)]
+        within = sum(len(self.structure.among(part)[1]) for part in parts)
+        sizes = [len(part) for part in parts]
         return (
-            f"training takes a step on each of {len(sizes)} partitions of {sizes.min():,} to {sizes.max():,} nodes, "
-            f"within which {within / len(columns):.0%} of the pairs are"
+            f"training takes a step on each of {len(parts)} partitions of {min(sizes):,} to {max(sizes):,} nodes, "
+            f"within which {within / self.structure.num_pairs:.0%} of the pairs are"
         )

@@ -67,6 +67,7 @@ class PairBuckets:
             "the pairs of the graph", starts, columns, buckets, graph.num_nodes
         )
         self._slots = np.argsort(order)  # of every node
+        self._among = {range(len(order)): (self.relation, self.index)}
 
     @property
     def start(self) -> tuple[float, ...]:
@@ -91,19 +92,20 @@ class PairBuckets:
         rows = np.full((1, layout.num_super, layout.num_columns), self.size - 1, np.uint8)
         rows[:, :s, : n + s] = self._coarse(regular, supers) + np.uint8(self._first_coarse)
         columns = np.ascontiguousarray(rows[:, :, :n].swapaxes(1, 2))
-        relation, index = self._among(first, first + n)
+        relation, index = self.among(range(first, first + n))
         return BorderedData(relation, index, torch.from_numpy(columns), torch.from_numpy(rows)).shard(layout)
 
-    def _among(self, first: int, last: int) -> tuple[Relation, torch.Tensor]:
-        """The pairs of these slots with each other, and their buckets."""
-        if last - first == len(self.order):
-            return self.relation, self.index
-        starts = self.relation.row_starts[first : last + 1]
-        own = slice(int(starts[0]), int(starts[-1]))
-        columns = self.relation.columns[own]
-        inside = (columns >= first) & (columns < last)
-        ends = torch.nn.functional.pad(inside.cumsum(0), (1, 0))[starts - starts[0]]
-        return Relation.of_rows(ends, columns[inside] - first, last - first, 1), self.index[own][inside]
+    def among(self, slots: range) -> tuple[Relation, torch.Tensor]:
+        """The pairs of these slots with each other, numbered from 0 on, and their buckets."""
+        if slots not in self._among:
+            starts = self.relation.row_starts[slots.start : slots.stop + 1]
+            own = slice(int(starts[0]), int(starts[-1]))
+            columns = self.relation.columns[own]
+            inside = (columns >= slots.start) & (columns < slots.stop)
+            ends = torch.nn.functional.pad(inside.cumsum(0), (1, 0))[starts - starts[0]]
+            relation = Relation.of_rows(ends, columns[inside] - slots.start, len(slots), 1)
+            self._among[slots] = relation, self.index[own][inside]
+        return self._among[slots]
 
     def __str__(self) -> str:
         each = self.num_pairs / len(self.order)

@@ -177,7 +177,7 @@ def test_partitions_are_whole_clusters_of_equal_work_in_any_order():
 
 
 def test_a_rank_has_its_rows_of_a_partition(graph):
-    builder = prepare(graph, options(top=4, partitions=3), cluster_size=4)
+    builder = prepare(graph, options(top=4, partitions=3), cluster_size=1)
     everyone = np.ones(graph.num_nodes, bool)
     for item in builder.plan(None, 1, np.random.default_rng(0)):
         whole, *parts = (
@@ -196,7 +196,7 @@ def test_a_rank_has_its_rows_of_a_partition(graph):
         assert builder.halo(2, slots) == wanted
         work = row_costs((index[:n, :n] != 255).sum(axis=1), 3).cumsum()
         ends = [end - slots.start for end in builder._ends if slots.start < end < slots.stop]
-        assert len(ends) > 1 and parts[0].layout.cuts[1] == min(ends, key=lambda end: abs(2 * work[end - 1] - work[-1]))
+        assert len(ends) > 9 and parts[0].layout.cuts[1] == min(ends, key=lambda end: abs(2 * work[end - 1] - work[-1]))
 
 
 def test_other_nodes_of_a_partition_are_in_it(graph):
