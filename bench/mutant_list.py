@@ -65,7 +65,8 @@ TESTS = {
     "megagraph/attention/module.py": ("tests/attention/test_dropout.py", "tests/attention/test_operator.py"),
     "megagraph/attention/layout.py": ("tests/attention/test_layout.py", "tests/attention/test_ring.py"),
     "megagraph/attention/dropout.py": ("tests/attention/test_dropout.py", *STEPS),
-    "megagraph/attention/": (*STEPS, "tests/attention/test_simd.py", "tests/attention/test_short.py"),
+    "megagraph/attention/": (*STEPS, "tests/test_simd.py", "tests/attention/test_short.py"),
+    "megagraph/simd.py": ("tests/test_simd.py", *STEPS),
     "megagraph/models/": ("tests/models", "tests/attention/test_packing.py"),
     **dict.fromkeys(
         (f"megagraph/data/{name}.py" for name in BATCHES), ("tests/data/test_batch.py", "tests/data/test_shares.py")

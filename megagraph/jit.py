@@ -20,9 +20,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_attention = Path(__file__).with_name("attention")
+_here = Path(__file__).parent
 # compiled functions of these are in functions of other files: a change of one is a change of all
-_TAKEN_IN = (*sorted(_attention.glob("cpu/[!.]*.py")), _attention / "packing.py")
+_TAKEN_IN = (*sorted(_here.glob("attention/cpu/[!.]*.py")), _here / "attention" / "packing.py", _here / "simd.py")
 _sources = hashlib.sha256(b"".join(path.read_bytes() for path in _TAKEN_IN)).hexdigest()
 
 
@@ -46,7 +46,10 @@ class _Files(IndexDataCacheFile):
             return None
         if content[:16] != xxhash.xxh3_128_digest(content[16:]):
             return None
-        origin, data = pickle.loads(content[16:])
+        try:
+            origin, data = pickle.loads(content[16:])
+        except (ImportError, AttributeError):  # of sources with names that are no more
+            return None
         return data if origin == self._origin(key) else None
 
     def _path(self, key: tuple) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megagraph.attention.cpu.simd import LANES, borrowed, item, load, multiply_add, splat, store
 from megagraph.jit import jit
+from megagraph.simd import LANES, borrowed, item, load, multiply_add, splat, store
 
 _WIDTH = 2 * LANES  # nodes of a panel: a line of the cache
 

@@ -117,9 +117,9 @@ class AdjacencyPowers:
             starts, columns, values = self._table
 
             def run(_: int, first: int, last: int) -> None:
-                near = np.zeros(len(starts) - 1, np.float32)
+                scratch = np.zeros(len(starts) - 1, np.float32)
                 own = nodes[first:last], rows.start, rows.stop
-                pair_powers(starts, columns, values, *own, near, powers[first:last])
+                pair_powers(starts, columns, values, *own, scratch, powers[first:last])
 
             in_threads(run, np.full(num_sequences, len(rows) * m), _PAIRS_PER_THREAD)
             return powers

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megagraph.attention.cpu.simd import LANES, counting, keep_from, load, splat, store
 from megagraph.jit import jit
+from megagraph.simd import LANES, counting, keep_from, load, splat, store
 
 _GOLDEN, _MUL_1, _MUL_2 = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _16, _13 = np.uint32(16), np.uint32(13)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megagraph.attention import reuse
 from megagraph.attention.cpu.row import gather, num_groups, rescale, up
-from megagraph.attention.cpu.simd import LANES, borrowed, finite, load, splat, store
 from megagraph.attention.cpu.views import place_of, plane
 from megagraph.jit import jit
+from megagraph.simd import LANES, borrowed, finite, load, splat, store
 from megagraph.threads import in_threads
 
 PAIRS_PER_THREAD = 1 << 12  # or rows

@@ -11,7 +11,9 @@ import numpy as np
 
 from megagraph.attention.cpu.dropout import mix32
 from megagraph.attention.cpu.row import gather, scatter
-from megagraph.attention.cpu.simd import (
+from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
+from megagraph.jit import jit
+from megagraph.simd import (
     LANES,
     folded,
     item,
@@ -22,8 +24,6 @@ from megagraph.attention.cpu.simd import (
     store,
     twice,
 )
-from megagraph.attention.cpu.views import BUCKET, PROJECTED, place_of
-from megagraph.jit import jit
 
 CHUNK = 16  # pairs at a time: their keys and values stay in the first level of the cache
 _part = jit(forceinline=True)

@@ -34,7 +34,11 @@ from megagraph.attention.cpu.pair import (
     row_key_of,
 )
 from megagraph.attention.cpu.row import fill, gather, head_keys_of, num_groups, padded, rescale, scatter, up, zeros
-from megagraph.attention.cpu.simd import (
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, memory, place_of, plane, side_by_side
+from megagraph.attention.dropout import dropout_threshold
+from megagraph.attention.step import Gradients, State, Step
+from megagraph.jit import jit
+from megagraph.simd import (
     LANES,
     borrowed,
     exp,
@@ -48,10 +52,6 @@ from megagraph.attention.cpu.simd import (
     splat,
     store,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, memory, place_of, plane, side_by_side
-from megagraph.attention.dropout import dropout_threshold
-from megagraph.attention.step import Gradients, State, Step
-from megagraph.jit import jit
 from megagraph.threads import CHUNKS, in_threads
 
 _TOGETHER = 32  # rows, or keys, whose lists are the same: what these name is read once for all of them

@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from megagraph.attention.cpu.simd import LANES, VECTORS, call, constant, splatted
+from megagraph.simd import LANES, VECTORS, call, constant, splatted
 
 
 def _emit_product(context, builder, signature, args, rows: int, vectors: int) -> None:

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from megagraph.attention.cpu.dropout import head_keys, pair_hash
-from megagraph.attention.cpu.simd import (
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, place_of
+from megagraph.attention.step import Step
+from megagraph.jit import jit
+from megagraph.simd import (
     LANES,
     exp,
     fetch,
@@ -25,9 +28,6 @@ from megagraph.attention.cpu.simd import (
     store,
     transposed,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, place_of
-from megagraph.attention.step import Step
-from megagraph.jit import jit
 
 ZERO, _ONE, _MINUS_INF = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _UNROLLED = 4  # sums that run side by side, or each addition would wait for the one before

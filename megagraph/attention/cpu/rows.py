@@ -41,12 +41,12 @@ from megagraph.attention.cpu.row import (
     up,
     zeros,
 )
-from megagraph.attention.cpu.simd import LANES, borrowed, keep_from, load, not_zero, splat, store
 from megagraph.attention.cpu.views import BiasArrays, bias_arrays, place_of, plane
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.packing import Rows
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
+from megagraph.simd import LANES, borrowed, keep_from, load, not_zero, splat, store
 from megagraph.threads import CHUNKS, in_threads
 
 _SCORES_PER_THREAD = 1 << 15

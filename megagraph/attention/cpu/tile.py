@@ -12,7 +12,9 @@ import numpy as np
 
 from megagraph.attention.cpu.dropout import pair_hash
 from megagraph.attention.cpu.product import PRODUCT_ROWS, product_8, product_16
-from megagraph.attention.cpu.simd import (
+from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, place_of
+from megagraph.jit import jit
+from megagraph.simd import (
     LANES,
     add_up,
     counting,
@@ -29,8 +31,6 @@ from megagraph.attention.cpu.simd import (
     sum_of,
     transposed,
 )
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, BiasArrays, Plane, place_of
-from megagraph.jit import jit
 
 MOST_ROWS, MOST_KEYS = 96, 240  # of a tile; compiled in
 WIDE = 2 * LANES

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.cpu.product import PRODUCT_ROWS
-from megagraph.attention.cpu.simd import LANES
 from megagraph.attention.cpu.tile import (
     MOST_KEYS,
     MOST_ROWS,
@@ -48,6 +47,7 @@ from megagraph.attention.cpu.views import Plane, bias_arrays, place_of, plane, s
 from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
+from megagraph.simd import LANES
 from megagraph.threads import CHUNKS, in_threads
 
 TILE_ROWS, TILE_KEYS = MOST_ROWS, MOST_KEYS  # two tiles of fp32 scores take 184 kB

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from megagraph.attention.cpu import simd
+from megagraph import simd
 from megagraph.attention.cpu.product import product_8, product_16
 
 
