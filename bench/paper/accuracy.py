@@ -3,7 +3,7 @@ GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN, GraphGPS and No
 
     python -m bench.paper.accuracy plan                             # what is to be trained, and the hours it may take
     python -m bench.paper.accuracy run --root DATA [--minutes 20]   # trains what has no row yet, and stops in time
-    python -m bench.paper.accuracy table                            # from the rows
+    python -m bench.paper.compared                                  # what the rows say
 
 Every system has six trials on each of four graphs (``bench/paper/trials.py``), and the same CPU seconds a training. The
 trial that is best on the validation nodes of tuning is then trained on other seeds, whose test nodes are reported. A
@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from base64 import b64decode, b64encode
-from collections.abc import Callable
+from base64 import b64encode
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,11 +44,9 @@ from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
-from megagraph.objective import roc_auc
 from megagraph.train import Trainer
 
 FOLDER = "accuracy"
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -90,12 +87,6 @@ def pieces(name: str) -> list[Piece]:
         for partitions in ((1, chosen.partitions) if chosen.partitions > 1 and system in PARTITIONED else (1,))
         for seed in seeds
     ]
-
-
-def is_done(name: str, system: str) -> bool:
-    """Whether all that is reported of a system has been trained."""
-    rows = rows_of(name)
-    return all(any(map(piece.is_of, rows)) for piece in pieces(name) if piece.system == system and piece.trial is None)
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -282,83 +273,5 @@ def plan() -> None:
     print(f"all of them at most {total:.1f} h of one core, {total / 2:.1f} h of two")
 
 
-def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
-    """The rows of a system that are not of tuning, by seed; the last of each, which is of the trial chosen last.
-
-    Of those whose steps are on partitions and those whose are not: which have more seeds, or as many and are better on
-    validation nodes.
-    """
-    found: dict[int, dict[int, dict[str, Any]]] = {1: {}}
-    for row in rows_of(name):
-        if row["system"] == system and row["trial"] is None:
-            found.setdefault(partitions_of(row), {})[row["seed"]] = row
-
-    def merit(rows: dict[int, dict[str, Any]]) -> tuple[int, float]:
-        return len(rows), float(np.mean([row["best_val"] for row in rows.values()])) if rows else 0.0
-
-    return max(found.values(), key=merit)
-
-
-def difference(name: str, one: str, other: str) -> tuple[float, float, float] | None:
-    """Mean of one - other over the seeds that both have, in points, and its 95 % interval by bootstrap over seeds and
-    test nodes; ``None`` where they have none."""
-    first, second = reported(name, one), reported(name, other)
-    pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
-    if not pairs:
-        return None
-    rng = np.random.default_rng(0)
-    values = [[measured_by(row) for row in pair] for pair in pairs]
-    sizes = [row["test_nodes"] for row, _ in pairs]
-
-    def mean(chosen: np.ndarray, nodes: list[np.ndarray]) -> float:
-        return 100 * float(np.mean([values[i][0](at) - values[i][1](at) for i, at in zip(chosen, nodes, strict=True)]))
-
-    def resampled() -> float:
-        chosen = rng.integers(len(pairs), size=len(pairs))
-        return mean(chosen, [rng.integers(sizes[i], size=sizes[i]) for i in chosen])
-
-    low, high = np.percentile([resampled() for _ in range(RESAMPLES)], [2.5, 97.5])
-    return mean(np.arange(len(pairs)), [np.arange(size) for size in sizes]), float(low), float(high)
-
-
-def measured_by(row: dict[str, Any]) -> Callable[[np.ndarray], float]:
-    """Accuracy or ROC AUC of some of the test nodes."""
-    right = _bits(row["right"], row["test_nodes"])
-    if "scores" not in row:
-        return lambda nodes: float(right[nodes].mean())
-    scores = np.frombuffer(b64decode(row["scores"]), "<f2").astype(np.float32)
-    labels = _bits(row["labels"], row["test_nodes"]).astype(np.int64)
-    return lambda nodes: roc_auc(np.stack([1 - scores, scores], axis=1), labels, nodes) or 0.0
-
-
-def _bits(packed: str, count: int) -> np.ndarray:
-    return np.unpackbits(np.frombuffer(b64decode(packed), np.uint8), count=count)
-
-
-def table(sets: tuple[str, ...] = COMPARED) -> None:
-    """Test nodes of the reported seeds, mean and standard deviation, and what ours is ahead by."""
-    for name in sets:
-        print(f"\n{name}")
-        val = {}
-        for system in of_name(name).systems:
-            if not (rows := [*reported(name, system).values()]):
-                continue
-            test, val[system] = (
-                100 * np.array([row["test"] for row in rows]),
-                np.mean([row["best_val"] for row in rows]),
-            )
-            changed = [row["bias_changed_classes"] for row in rows if row.get("bias_changed_classes") is not None]
-            print(
-                f"  {system:18} test {test.mean():5.2f} +- {test.std(ddof=1) if len(test) > 1 else 0:4.2f} "
-                f"({len(rows)} seeds), validation {100 * val[system]:5.2f}, settings of {rows[0]['tuned_on']}"
-                + (f", {100 * np.mean(changed):.1f} % of classes change without the bias" if changed else "")
-            )
-        classic = [system for system in ("gcn", "sage", "gat") if system in val]
-        others = ["megagraph-unbiased", *([max(classic, key=val.__getitem__)] if classic else [])]
-        for other in others:
-            if (found := difference(name, "megagraph", other)) is not None:
-                print("  megagraph - {}: {:+.2f} [{:+.2f}, {:+.2f}] points".format(other, *found))
-
-
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"plan": plan, "run": run, "table": table})
+    tyro.extras.subcommand_cli_from_dict({"plan": plan, "run": run})

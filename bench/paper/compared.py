@@ -1,4 +1,4 @@
-"""What the rows of bench.paper.accuracy say of each other: `python -m bench.paper.compared` writes them to
+"""What the rows of bench.paper.accuracy say of each other: `python -m bench.paper.compared` prints it, and writes it to
 bench/results/cpu/accuracy/judgement.json, which docs/accuracy.md is held to.
 
 Of every graph: the systems that have all their seeds; ours against the same model with the bias of other nodes; and
@@ -7,17 +7,80 @@ against the one of GCN, GraphSAGE and GAT that is best on validation nodes, once
 
 from __future__ import annotations
 
+from base64 import b64decode
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tyro
 
-from bench.paper.accuracy import difference, is_done, partitions_of, reported
+from bench.paper.accuracy import partitions_of, pieces, rows_of
 from bench.paper.trials import COMPARED, SETS
 from bench.provenance import RESULTS, write_judgement
+from megagraph.objective import roc_auc
 
 FOLDER = RESULTS / "cpu" / "accuracy"
 CLASSIC = ("gcn", "sage", "gat")
+RESAMPLES = 1000
+
+
+def is_done(name: str, system: str) -> bool:
+    """Whether all that is reported of a system has been trained."""
+    rows = rows_of(name)
+    return all(any(map(piece.is_of, rows)) for piece in pieces(name) if piece.system == system and piece.trial is None)
+
+
+def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
+    """The rows of a system that are not of tuning, by seed; the last of each, which is of the trial chosen last.
+
+    Of those whose steps are on partitions and those whose are not: which have more seeds, or as many and are better on
+    validation nodes.
+    """
+    found: dict[int, dict[int, dict[str, Any]]] = {1: {}}
+    for row in rows_of(name):
+        if row["system"] == system and row["trial"] is None:
+            found.setdefault(partitions_of(row), {})[row["seed"]] = row
+
+    def merit(rows: dict[int, dict[str, Any]]) -> tuple[int, float]:
+        return len(rows), float(np.mean([row["best_val"] for row in rows.values()])) if rows else 0.0
+
+    return max(found.values(), key=merit)
+
+
+def difference(name: str, one: str, other: str) -> tuple[float, float, float] | None:
+    """Mean of one - other over the seeds that both have, in points, and its 95 % interval by bootstrap over seeds and
+    test nodes; ``None`` where they have none."""
+    first, second = reported(name, one), reported(name, other)
+    pairs = [(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())]
+    if not pairs:
+        return None
+    rng = np.random.default_rng(0)
+    values = [[measured_by(row) for row in pair] for pair in pairs]
+    sizes = [row["test_nodes"] for row, _ in pairs]
+
+    def mean(chosen: np.ndarray, nodes: list[np.ndarray]) -> float:
+        return 100 * float(np.mean([values[i][0](at) - values[i][1](at) for i, at in zip(chosen, nodes, strict=True)]))
+
+    def resampled() -> float:
+        chosen = rng.integers(len(pairs), size=len(pairs))
+        return mean(chosen, [rng.integers(sizes[i], size=sizes[i]) for i in chosen])
+
+    low, high = np.percentile([resampled() for _ in range(RESAMPLES)], [2.5, 97.5])
+    return mean(np.arange(len(pairs)), [np.arange(size) for size in sizes]), float(low), float(high)
+
+
+def measured_by(row: dict[str, Any]) -> Callable[[np.ndarray], float]:
+    """Accuracy or ROC AUC of some of the test nodes."""
+    right = _bits(row["right"], row["test_nodes"])
+    if "scores" not in row:
+        return lambda nodes: float(right[nodes].mean())
+    scores = np.frombuffer(b64decode(row["scores"]), "<f2").astype(np.float32)
+    labels = _bits(row["labels"], row["test_nodes"]).astype(np.int64)
+    return lambda nodes: roc_auc(np.stack([1 - scores, scores], axis=1), labels, nodes) or 0.0
+
+
+def _bits(packed: str, count: int) -> np.ndarray:
+    return np.unpackbits(np.frombuffer(b64decode(packed), np.uint8), count=count)
 
 
 def compared(name: str) -> dict[str, Any]:
@@ -59,9 +122,29 @@ def _learned(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
+def show(name: str, found: dict[str, Any]) -> None:
+    """Of a set: also systems that lack a seed, and what ours is ahead by."""
+    print(f"\n{name}")
+    for system in SETS[name].systems:
+        if not (rows := [*reported(name, system).values()]):
+            continue
+        mean, deviation = _spread(rows)
+        on = f", steps on {n} partitions" if (n := partitions_of(rows[0])) > 1 else ""
+        print(
+            f"  {system:18} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
+            f"validation {100 * _mean(rows, 'best_val'):5.2f}, settings of {rows[0]['tuned_on']}{on}"
+        )
+    for verdict in (found[kind] for kind in ("structure", "baseline") if kind in found):
+        print("  megagraph - {}: {:+.2f} [{:+.2f}, {:+.2f}] points".format(
+            verdict["against"], verdict["points"], *verdict["interval"]
+        ))  # fmt: skip
+
+
 def main() -> None:
     """Judge what there is."""
     found = {name: compared(name) for name in COMPARED}
+    for name, of_set in found.items():
+        show(name, of_set)
     paths = [path for name in COMPARED if (path := FOLDER / f"{name}.jsonl").exists()]
     write_judgement(FOLDER / "judgement.json", found, *paths)
 

@@ -24,7 +24,7 @@ EXPERIMENTS = {
     "accuracy": Experiment(
         "accuracy on real graphs, all systems tuned alike",
         ("cpu/accuracy/*.jsonl",),
-        ("accuracy run --root ROOT --minutes 100_000", "accuracy table", "compared"),
+        ("accuracy run --root ROOT --minutes 100_000", "compared"),
     ),
     "epoch": Experiment(
         "a training epoch beside eager ANS-GT",

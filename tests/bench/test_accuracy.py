@@ -87,16 +87,16 @@ def test_steps_on_partitions_count_where_all_seeds_have_them_and_validation_says
                         settings = {"partitions": 8} if partitions == 8 else {}
                         own = row(system, None, seed, value + (seed == 1), settings=settings, cpu_seconds=60)
                         print(json.dumps(own | {"set": "wordnet30"}), file=file)
-    chosen = {s: accuracy.partitions_of(next(iter(accuracy.reported("wordnet30", s).values()))) for s in values}
+    chosen = {s: accuracy.partitions_of(next(iter(compared.reported("wordnet30", s).values()))) for s in values}
     assert chosen == {"gcn": 8, "gat": 1, "sage": 1, "sgformer": 1}
-    assert [s for s in values if accuracy.is_done("wordnet30", s)] == ["gcn", "gat", "sgformer"]
+    assert [s for s in values if compared.is_done("wordnet30", s)] == ["gcn", "gat", "sgformer"]
     assert compared.compared("wordnet30")["partitions"] == {"gcn": 8}
     assert compared.compared("wordnet30")["tests"].keys() == {"gcn", "gat", "sgformer"}
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
 def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results, metric, monkeypatch):
-    monkeypatch.setattr(accuracy, "RESAMPLES", 100)
+    monkeypatch.setattr(compared, "RESAMPLES", 100)
     rng = np.random.default_rng(0)
     graph = synthetic_graph(num_nodes=400, num_classes=2, in_features=4)
     tests = {"megagraph": [], "gcn": []}
@@ -115,15 +115,15 @@ def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results,
             tests[system].append(test)
             provenance.append_row("accuracy/cora", row(system, None, seed, 0.5, **own))
     provenance.append_row("accuracy/cora", row("gcn", None, 4, 0.5, **own))  # only one of the two has it
-    mean, low, high = accuracy.difference("cora", "megagraph", "gcn")
+    mean, low, high = compared.difference("cora", "megagraph", "gcn")
     assert mean == pytest.approx(100 * np.mean(np.subtract(*tests.values())), abs=0.05)  # scores are of fp16
     assert low < mean < high and high - low < 30
-    assert accuracy.difference("cora", "megagraph", "sage") is None
+    assert compared.difference("cora", "megagraph", "sage") is None
 
 
 def test_ours_is_compared_with_who_is_best_on_validation_once_all_have_their_seeds(results, monkeypatch):
     """GAT is, though GCN is better on test nodes; two systems lack a seed."""
-    monkeypatch.setattr(accuracy, "RESAMPLES", 100)
+    monkeypatch.setattr(compared, "RESAMPLES", 100)
     bias = {"bias_changed_classes": 0.1, "bias_correlation": 0.9, "bias_norm": 2.8, "bias_start_norm": 2.7}
     of = {"megagraph": (0.70, 6, bias), "megagraph-unbiased": (0.7, 5, bias), "gcn": (0.75, 7, {})}
     of |= {"sage": (0.5, 2, {}), "gat": (0.8, 4, {}), "graphormer": (0.9, 8, {})}
@@ -215,11 +215,11 @@ def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tm
     of_report = [row for row in rows if row["trial"] is None]
     assert {row["system"] for row in of_report} == set(systems) and all(row["test_nodes"] == 40 for row in of_report)
     for row in of_report:
-        assert np.isclose(accuracy.measured_by(row)(np.arange(40)), row["test"])
+        assert np.isclose(compared.measured_by(row)(np.arange(40)), row["test"])
         assert row["tuned_on"] == "small" and row["settings"] in two.get(row["system"], two["megagraph"])
-    accuracy.table(sets=("small",))
+    compared.show("small", compared.compared("small"))
     table = capsys.readouterr().out
-    assert "megagraph - megagraph-unbiased" in table and "megagraph - gcn" in table and "graphormer" in table
+    assert "megagraph - megagraph-unbiased" in table and "graphormer" in table
     monkeypatch.setitem(trials.SETS, "small", replace(small, partitions=2, partition_epochs=4))
     for _ in range(2):
         accuracy.run(**arguments, systems=("gcn", "megagraph"))
