@@ -1,8 +1,8 @@
 """What the rows of bench.paper.accuracy say of each other: `python -m bench.paper.compared` prints it, and writes it to
 bench/results/cpu/accuracy/judgement.json, which docs/accuracy.md is held to.
 
-Of every graph: the systems that have all their seeds; ours against the same model with the bias of other nodes; and
-against the one of GCN, GraphSAGE and GAT that is best on validation nodes, once all three have theirs.
+Of every graph: the systems that have all their seeds, and others so far; ours against the same model with the bias of
+other nodes; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes, once all three have theirs.
 """
 
 from __future__ import annotations
@@ -89,6 +89,11 @@ def compared(name: str) -> dict[str, Any]:
     systems = {system: [*reported(name, system).values()] for system in SETS[name].systems if is_done(name, system)}
     found: dict[str, Any] = {"tests": {system: _spread(rows) for system, rows in systems.items()}}
     found["minutes"] = {system: _mean(rows, "cpu_seconds") / 60 for system, rows in systems.items()}
+    found["so_far"] = {
+        system: _spread([*rows.values()])
+        for system in SETS[name].systems
+        if system not in systems and (rows := reported(name, system))
+    }
     found["partitions"] = {system: n for system, rows in systems.items() if (n := partitions_of(rows[0])) > 1}
     validation = {system: _mean(rows, "best_val") for system, rows in systems.items()}
     if {"megagraph", "megagraph-unbiased"} <= systems.keys():

@@ -91,7 +91,8 @@ def test_steps_on_partitions_count_where_all_seeds_have_them_and_validation_says
     assert chosen == {"gcn": 8, "gat": 1, "sage": 1, "sgformer": 1}
     assert [s for s in values if compared.is_done("wordnet30", s)] == ["gcn", "gat", "sgformer"]
     assert compared.compared("wordnet30")["partitions"] == {"gcn": 8}
-    assert compared.compared("wordnet30")["tests"].keys() == {"gcn", "gat", "sgformer"}
+    found = compared.compared("wordnet30")
+    assert found["tests"].keys() == {"gcn", "gat", "sgformer"} and found["so_far"] == {"sage": [50.0, 0.0]}
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
