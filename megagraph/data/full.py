@@ -81,7 +81,7 @@ class FullBatches(Builder):
         self.sequence_nodes = graph.num_nodes + num_super
         self._ends = ends
         self._slots = np.argsort(order)  # of every node
-        self._built: dict[tuple[Share, int, int], Batch] = {}
+        self._built: dict[tuple[Share, range], Batch] = {}
         self._known, self._part = np.zeros(graph.num_nodes, bool), 0.0
 
     def show_labels(self, nodes: np.ndarray, part: float) -> None:
@@ -133,12 +133,12 @@ class FullBatches(Builder):
     ) -> Batch:
         """The batch; labels of nodes outside ``label_mask`` [V] do not count."""
         slots = self.slots(regular)
-        if (key := (share, slots.start, slots.stop)) not in self._built:
+        if (share, slots) not in self._built:
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
-            self._built[key] = self._batch(
+            self._built[share, slots] = self._batch(
                 1, 0, lambda own: (regular[own], everyone[own], supers[own]), share, slots.start
             )
-        built = self._built[key]
+        built = self._built[share, slots]
         if self.label_columns:
             shown = self._shown(regular, label_mask, rng)
             label_mask = label_mask & ~shown
