@@ -137,12 +137,16 @@ def scores(rows, keys, D, m, n, out, wanted, place):
     """
     ahead, stride, at = wanted.memory, wanted.stride_row, place_of(wanted, place) + place[3]
     some_ahead = len(ahead) > 0
+    wide = n // WIDE * WIDE
     for j in range(0, n, WIDE):
         for i in range(0, m, PRODUCT_ROWS):
             if some_ahead:
                 for row in range(i, i + PRODUCT_ROWS):
                     fetch(ahead, at + row * stride + j)
-            product_16(rows, i, 1, MOST_ROWS, D, keys, j, MOST_KEYS, out, i * MOST_KEYS + j, MOST_KEYS, False)
+            if j < wide:
+                product_16(rows, i, 1, MOST_ROWS, D, keys, j, MOST_KEYS, out, i * MOST_KEYS + j, MOST_KEYS, False)
+            else:
+                product_8(rows, i, 1, MOST_ROWS, D, keys, j, MOST_KEYS, out, i * MOST_KEYS + j, MOST_KEYS, False)
 
 
 @jit()

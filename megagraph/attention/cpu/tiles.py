@@ -107,7 +107,7 @@ def _forward(first, last, work, inputs, state, is_first, is_last, pairs):
                 copy_rows(state.acc, carried, num, D, total, at * width, width)
         for tile in range(len(tiles)):
             key, column, n = tiles[tile]
-            padded = up(n, WIDE)
+            padded = up(n, LANES)
             for head in range(h, h_end):
                 copy_columns(k, (b, head, key), n, D, one, k_t, MOST_KEYS, padded)
                 copy_panels(v, (b, head, key), n, D, one, v_rows, MOST_KEYS)
@@ -151,7 +151,7 @@ def _add_gradients(visit, work, inputs, pairs, sums, scratch):
     (b, h, first_row, end, key, column, n, share), (q, k, v, d_out, lse, delta) = visit, inputs
     D, dq, dense, d_dense = work.D, sums.dq, pairs.bias.dense, sums.dense
     (q_t, q_rows, d_out_t, d_out_rows), (k_t, k_rows, v_t, dk_rows, dv_rows), (s, dp), d_lanes = scratch
-    one, width, padded = s.dtype.type(1), up(D, LANES), up(n, WIDE)
+    one, width, padded = s.dtype.type(1), up(D, LANES), up(n, LANES)
     of_keys = (b, h, key)
     copy_columns(k, of_keys, n, D, one, k_t, MOST_KEYS, padded)
     copy_columns(v, of_keys, n, D, one, v_t, MOST_KEYS, padded)
