@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +82,15 @@ def _run(words: list[str], variables: dict[str, str], before: Callable | None, f
     cli.main()
 
 
+def _free_port() -> int:
+    """One below those that the system hands out, of which a test beside this one may get it before a store listens."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("localhost", port))
+            return port
+
+
 def launch(world_size: int, *arguments: object) -> list[Done]:
     """The command in as many processes as torchrun would start."""
     return launch_each([arguments] * world_size)
@@ -92,11 +103,8 @@ def launch_each(arguments: list[tuple[object, ...]]) -> list[Done]:
 
 def start_each(arguments: list[tuple[object, ...]]) -> list[Command]:
     """Each rank with its own arguments, still to be finished."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     size = str(len(arguments))
-    where = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    where = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
     return [
         Command(*words, environment=where | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank, words in enumerate(arguments)
