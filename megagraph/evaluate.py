@@ -89,7 +89,7 @@ def make_loader(
         batch_size=config.batch_size,
         seed=config.seed,
         shuffle=shuffle,
-        num_workers=0 if config.batching == "full" else config.workers,  # the only batch is built once
+        num_workers=0 if config.batching == "full" else config.workers,  # its batches are built once
         share=share,
     )
 

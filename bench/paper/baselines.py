@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -174,11 +175,11 @@ def train(
     known[split.train] = True
     parts, draws = partition(graph, clusters), np.random.default_rng(seed)
 
-    of_one = {}  # a cluster alone is the same each time
-
-    def batch(chosen: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def of(*chosen: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         nodes = np.flatnonzero(np.isin(parts, chosen))
         return x[nodes], edges_of(graph.adjacency[nodes][:, nodes]), labels[nodes], known[nodes]
+
+    batch = cache(of) if clusters_together == 1 else of  # a cluster alone is the same each time
 
     def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Of an epoch: features, edges, labels, and which nodes are trained on."""
@@ -186,10 +187,7 @@ def train(
             yield x, edges, labels, known
             return
         for chosen in np.split(draws.permutation(clusters), range(clusters_together, clusters, clusters_together)):
-            key = tuple(chosen)
-            found = of_one[key] if key in of_one else batch(key)
-            if clusters_together == 1:
-                of_one[key] = found
+            found = batch(*chosen)
             if found[3].any():
                 yield found
 

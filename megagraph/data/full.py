@@ -80,7 +80,6 @@ class FullBatches(Builder):
         num_super = coarsening.num_parts + options.global_tokens
         self.sequence_nodes = graph.num_nodes + num_super
         self._ends = ends
-        self._slots = np.argsort(order)  # of every node
         self._built: dict[tuple[Share, range], Batch] = {}
         self._known, self._part = np.zeros(graph.num_nodes, bool), 0.0
 
@@ -99,8 +98,7 @@ class FullBatches(Builder):
 
     def slots(self, regular: np.ndarray) -> range:
         """Of the regular nodes [1, N'] of a batch."""
-        first = int(self._slots[regular[0, 0]])
-        return range(first, first + regular.shape[1])
+        return self.structure.slots(self._relabelled(regular))
 
     def cuts(self, world_size: int, slots: range | None = None) -> tuple[int, ...]:
         """Where these slots, numbered from 0 on (default: all), are cut for so many ranks."""

@@ -88,12 +88,17 @@ class PairBuckets:
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> BorderedData:
         """A rank's part of a sequence, regular nodes [1, N'] in a row in ``order`` and super nodes [1, s]."""
-        first, n, s = int(self._slots[regular[0, 0]]), layout.num_nodes, supers.shape[1]
+        n, s = layout.num_nodes, supers.shape[1]
         rows = np.full((1, layout.num_super, layout.num_columns), self.size - 1, np.uint8)
         rows[:, :s, : n + s] = self._coarse(regular, supers) + np.uint8(self._first_coarse)
         columns = np.ascontiguousarray(rows[:, :, :n].swapaxes(1, 2))
-        relation, index = self.among(range(first, first + n))
+        relation, index = self.among(self.slots(regular))
         return BorderedData(relation, index, torch.from_numpy(columns), torch.from_numpy(rows)).shard(layout)
+
+    def slots(self, regular: np.ndarray) -> range:
+        """Of nodes [1, N'] in a row in ``order``."""
+        first = int(self._slots[regular[0, 0]])
+        return range(first, first + regular.shape[1])
 
     def among(self, slots: range) -> tuple[Relation, torch.Tensor]:
         """The pairs of these slots with each other, numbered from 0 on, and their buckets."""
