@@ -1,8 +1,9 @@
 """What the rows of bench.paper.accuracy say of each other: `python -m bench.paper.compared` prints it, and writes it to
 bench/results/cpu/accuracy/judgement.json, which docs/accuracy.md is held to.
 
-Of every graph: the systems that have all their seeds, and others so far; ours against the same model with the bias of
-other nodes; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes, once all three have theirs.
+Of every graph that has rows: the systems that have all their seeds, and others so far; ours against the same model with
+the bias of other nodes; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes, once all three
+have theirs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import tyro
 
 from bench.paper.accuracy import partitions_of, pieces, rows_of
-from bench.paper.trials import COMPARED, SETS
+from bench.paper.trials import COMPARED, of_name
 from bench.provenance import RESULTS, write_judgement
 from megagraph.objective import roc_auc
 
@@ -86,12 +87,12 @@ def _bits(packed: str, count: int) -> np.ndarray:
 def compared(name: str) -> dict[str, Any]:
     """Of a set: means and standard deviations in percent, minutes of one core a training, differences in points with a
     95 % interval."""
-    systems = {system: [*reported(name, system).values()] for system in SETS[name].systems if is_done(name, system)}
+    systems = {system: [*reported(name, system).values()] for system in of_name(name).systems if is_done(name, system)}
     found: dict[str, Any] = {"tests": {system: _spread(rows) for system, rows in systems.items()}}
     found["minutes"] = {system: _mean(rows, "cpu_seconds") / 60 for system, rows in systems.items()}
     found["so_far"] = {
         system: _spread([*rows.values()])
-        for system in SETS[name].systems
+        for system in of_name(name).systems
         if system not in systems and (rows := reported(name, system))
     }
     found["partitions"] = {system: n for system, rows in systems.items() if (n := partitions_of(rows[0])) > 1}
@@ -130,7 +131,7 @@ def _learned(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 def show(name: str, found: dict[str, Any]) -> None:
     """Of a set: also systems that lack a seed, and what ours is ahead by."""
     print(f"\n{name}")
-    for system in SETS[name].systems:
+    for system in of_name(name).systems:
         if not (rows := [*reported(name, system).values()]):
             continue
         mean, deviation = _spread(rows)
@@ -147,10 +148,11 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Judge what there is."""
-    found = {name: compared(name) for name in COMPARED}
+    others = sorted({path.stem for path in FOLDER.glob("*.jsonl")} - {*COMPARED})
+    found = {name: compared(name) for name in (*COMPARED, *others)}
     for name, of_set in found.items():
         show(name, of_set)
-    paths = [path for name in COMPARED if (path := FOLDER / f"{name}.jsonl").exists()]
+    paths = [path for name in found if (path := FOLDER / f"{name}.jsonl").exists()]
     write_judgement(FOLDER / "judgement.json", found, *paths)
 
 
