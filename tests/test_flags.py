@@ -108,8 +108,8 @@ def test_a_file_gives_what_its_flags_give_and_those_of_the_command_line_win(call
 @pytest.mark.parametrize(
     ("name", "file", "more"),
     [
-        *((name, "full", {}) for name in ("pubmed", "computers", "debian12")),
-        ("wordnet30", "full", {"partitions": 8, "evaluate_every": 4}),
+        *((name, "full", {}) for name in ("pubmed", "computers")),
+        *((name, "full", {"partitions": 8, "evaluate_every": 4}) for name in ("wordnet30", "debian12")),
         ("tolokers", "full", {"propagate": 2}),
         *((name, "full-small", {}) for name in ("cora", "citeseer")),
     ],

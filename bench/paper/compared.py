@@ -2,8 +2,8 @@
 bench/results/cpu/accuracy/judgement.json, which docs/accuracy.md is held to.
 
 Of every graph that has rows: the systems that have all their seeds, and others so far; ours against the same model with
-the bias of other nodes; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes, once all three
-have theirs.
+the bias of other nodes; against GCN; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes,
+once all three have theirs.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def compared(name: str) -> dict[str, Any]:
     validation = {system: _mean(rows, "best_val") for system, rows in systems.items()}
     if {"megagraph", "megagraph-unbiased"} <= systems.keys():
         found["structure"] = _against(name, "megagraph-unbiased") | _learned(systems["megagraph"])
+    if {"megagraph", "gcn"} <= systems.keys():
+        found["gcn"] = _against(name, "gcn")
     if {"megagraph", *CLASSIC} <= systems.keys():
         found["baseline"] = _against(name, max(CLASSIC, key=validation.__getitem__))
     return found
@@ -140,7 +142,8 @@ def show(name: str, found: dict[str, Any]) -> None:
             f"  {system:18} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
             f"validation {100 * _mean(rows, 'best_val'):5.2f}, settings of {rows[0]['tuned_on']}{on}"
         )
-    for verdict in (found[kind] for kind in ("structure", "baseline") if kind in found):
+    verdicts = [found[kind] for kind in ("structure", "gcn", "baseline") if kind in found]
+    for verdict in {verdict["against"]: verdict for verdict in verdicts}.values():
         print("  megagraph - {}: {:+.2f} [{:+.2f}, {:+.2f}] points".format(
             verdict["against"], verdict["points"], *verdict["interval"]
         ))  # fmt: skip

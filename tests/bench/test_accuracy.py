@@ -160,6 +160,7 @@ def test_ours_is_compared_with_who_is_best_on_validation_once_all_have_their_see
     )
     assert (found["structure"]["against"], found["structure"]["points"]) == ("megagraph-unbiased", pytest.approx(10))
     assert (found["baseline"]["against"], found["baseline"]["points"]) == ("gat", pytest.approx(20))
+    assert (found["gcn"]["against"], found["gcn"]["points"]) == ("gcn", pytest.approx(-10))
     assert found["structure"]["bias_norm"] == [2.8, 2.8] and found["minutes"]["gat"] == 1.5
     low, high = found["baseline"]["interval"]
     assert low < 20 < high
