@@ -88,9 +88,6 @@ SETS: dict[str, Set] = {
     },
 }
 SETS |= sized({}, quick={"cora": Set(dataset="cora", most_seconds=60, epochs=3, tuned=True, seeds=1)})
-# of Pei et al. (ICLR 2020) and of Platonov et al. (ICLR 2023), who measure those of two classes by ROC AUC
-_BY_RANK = ("minesweeper", "questions")
-_TEN_SPLITS = ("actor", "chameleon", "squirrel", "roman-empire", "amazon-ratings", *_BY_RANK)
 COMPARED = sized(tuple(SETS), quick=("cora",))
 
 _PLAIN = dict(layers=2, hidden=256, dropout=0.5, norm="none", residual=False, learning_rate=0.01, weight_decay=5e-4)
@@ -191,6 +188,11 @@ TRIALS: dict[str, list[dict[str, Any]]] = {
 TRIALS = sized(TRIALS, quick={name: trials[:1] for name, trials in TRIALS.items()})
 
 
+# of Pei et al. (ICLR 2020) and of Platonov et al. (ICLR 2023), who measure those of two classes by ROC AUC
+_BY_RANK = ("minesweeper", "questions")
+_TEN_SPLITS = ("actor", "chameleon", "squirrel", "roman-empire", "amazon-ratings", *_BY_RANK)
+
+
 def of_name(name: str) -> Set:
     """One of ``SETS``, or any other data set of ``megagraph train``, which nobody has tuned on.
 
@@ -198,9 +200,13 @@ def of_name(name: str) -> Set:
     """
     if name in SETS:
         return SETS[name]
-    split: Literal["random", "public"] = "public" if name.lower() in _TEN_SPLITS else "random"
-    metric: Literal["accuracy", "roc_auc"] = "roc_auc" if name.lower() in _BY_RANK else "accuracy"
-    return Set(dataset=name, most_seconds=430, epochs=300, split=split, metric=metric)
+    return Set(
+        dataset=name,
+        most_seconds=430,
+        epochs=300,
+        split="public" if name.lower() in _TEN_SPLITS else "random",
+        metric="roc_auc" if name.lower() in _BY_RANK else "accuracy",
+    )
 
 
 def path_of(dataset: str, root: Path) -> str:
