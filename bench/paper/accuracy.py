@@ -2,13 +2,15 @@
 GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN, GraphGPS and NodeFormer, too.
 
     python -m bench.paper.accuracy plan                             # what is to be trained, and the hours it may take
+    python -m bench.paper.accuracy tuned --root DATA                # what the tuned graphs are like
     python -m bench.paper.accuracy run --root DATA [--minutes 20]   # trains what has no row yet, and stops in time
     python -m bench.paper.compared                                  # what the rows say
 
 Every system has six trials on each of four graphs (``bench/paper/trials.py``), and the same CPU seconds a training. The
 trial that is best on the validation nodes of tuning is then trained on other seeds, whose test nodes are reported. A
-graph that nobody tuned on takes, for every system, the settings of the tuned one nearest to it (``likeness``). A row is
-one training, in bench/results/cpu/accuracy/SET.jsonl. Several processes may run at once, each with its own ``--part``.
+graph that nobody tuned on takes, for every system, the settings of the tuned one nearest to it (``likeness``), whose
+data need not be there. A row is one training, in bench/results/cpu/accuracy/SET.jsonl. Several processes may run at
+once, each with its own ``--part``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from bench.paper.trials import (
     of_name,
     path_of,
 )
-from bench.provenance import RESULTS, append_row
+from bench.provenance import RESULTS, append_row, write_rows
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
 from megagraph.data.graph import Graph, Split
@@ -47,6 +49,7 @@ from megagraph.evaluate import batches, choose_split, class_probabilities, make_
 from megagraph.train import Trainer
 
 FOLDER = "accuracy"
+TUNED = "tuned"  # the file that says what these are like
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,9 @@ def nearest(name: str, root: Path) -> str:
     """The tuned set whose settings a set takes: itself, where it was tuned."""
     if of_name(name).tuned:
         return name
-    own = likeness(name, root)
-    tuned = [other for other, chosen in SETS.items() if chosen.tuned and chosen.systems != BASELINES]
-    return min(tuned, key=lambda other: float(np.linalg.norm(likeness(other, root) - own)))
+    rows = json.loads((RESULTS / "cpu" / FOLDER / f"{TUNED}.json").read_text())
+    own, of_tuned = likeness(name, root), {row["set"]: row["likeness"] for row in rows}
+    return min(of_tuned, key=lambda other: float(np.linalg.norm(of_tuned[other] - own)))
 
 
 def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
@@ -273,5 +276,17 @@ def plan() -> None:
     print(f"all of them at most {total:.1f} h of one core, {total / 2:.1f} h of two")
 
 
+def tuned(root: Path) -> None:
+    """Write what the tuned graphs are like, by which another one is compared to them.
+
+    Args:
+        root: folder of the raw data sets.
+    """
+    unit = "log10 of nodes, log10 of mean degree, 2 x homophily"
+    names = [name for name, chosen in SETS.items() if chosen.tuned and chosen.systems != BASELINES]
+    rows = [{"set": name, "unit": unit, "likeness": likeness(name, root).tolist()} for name in names]
+    print(write_rows(f"{FOLDER}/{TUNED}", rows, folder="cpu"))
+
+
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"plan": plan, "run": run})
+    tyro.extras.subcommand_cli_from_dict({"plan": plan, "tuned": tuned, "run": run})

@@ -23,8 +23,8 @@ PRODUCTS = ("generate", "propagation", "metis", "train", "first-step", "full")
 EXPERIMENTS = {
     "accuracy": Experiment(
         "accuracy on real graphs, all systems tuned alike",
-        ("cpu/accuracy/*.jsonl",),
-        ("accuracy run --root ROOT --minutes 100_000", "compared"),
+        ("cpu/accuracy/*.jsonl", "cpu/accuracy/tuned.json"),
+        ("accuracy tuned --root ROOT", "accuracy run --root ROOT --minutes 100_000", "compared"),
     ),
     "epoch": Experiment(
         "a training epoch beside eager ANS-GT",

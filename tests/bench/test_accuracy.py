@@ -72,6 +72,9 @@ def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results
 def test_a_graph_takes_the_settings_of_the_tuned_one_that_is_most_like_it(results, monkeypatch, capsys):
     likeness = {"cora": [3, 0, 1], "pubmed": [4, 0, 1], "computers": [4, 1, 1], "tolokers": [4, 2, 0], "own": [4, 2, 1]}
     monkeypatch.setattr(accuracy, "likeness", lambda name, root: np.array(likeness[name], float))
+    accuracy.tuned(results)
+    assert capsys.readouterr().out.splitlines() == [str(results / "cpu/accuracy/tuned.json")]
+    monkeypatch.setattr(accuracy, "likeness", lambda name, root: {"own": np.array(likeness["own"], float)}[name])
     assert [accuracy.nearest(name, results) for name in likeness] == [*list(likeness)[:4], "computers"]
     assert accuracy.nearest("citeseer-public", results) == "citeseer-public"
     accuracy.run(results, sets=("own",), systems=("gcn", "megagraph"), minutes=0)
