@@ -108,7 +108,8 @@ class TrainConfig:
     label_input: float = BatchOptions.label_input
     """In full batches labels of such a part of the training nodes are input of a step, whose loss is of the others."""
     partitions: int = BatchOptions.partitions
-    """In full batches training takes a step on each of so many parts of the graph; evaluation is of the whole graph."""
+    """In full batches training takes a step on each of so many parts of the graph, other ones every epoch; evaluation
+    is of the whole graph."""
     batching: Batching = BatchOptions.batching
     """ego: one target node and its sampled surroundings a sequence; cluster: whole clusters, every node a target;
     full: the whole graph is one sequence, and an epoch one step, or one of each of --partitions."""

@@ -45,8 +45,8 @@ class Builder(ABC):
         degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr)) / members
         self._super_degrees = rounded(degrees)
 
-    def layout(self, num_nodes: int, num_super: int, share: Share, first: int = 0) -> NodeLayout:
-        """Of sequences of so many regular and super nodes over the ranks of a share; ``first``: as for ``_batch``."""
+    def layout(self, num_nodes: int, num_super: int, share: Share, slots: np.ndarray | None = None) -> NodeLayout:
+        """Of sequences of so many regular and super nodes over the ranks of a share; ``slots``: as for ``_batch``."""
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp)
 
     def _bias_layout(self, layout: NodeLayout, share: Share) -> NodeLayout:
@@ -99,14 +99,14 @@ class Builder(ABC):
         num_targets: int,
         nodes_of: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]],
         share: Share,
-        first: int = 0,
+        slots: np.ndarray | None = None,
     ) -> Batch:
         """The share of a batch of so many sequences and labels that count.
 
         Args:
             nodes_of: sequences int64 [b] of 0..B - 1 -> new arrays of their regular nodes [b, N'] and labels [b, T] or
                 [b, T, C], -1 = padding or does not count, and their super nodes [b, N_s - G].
-            first: the slot of the first regular node, where all nodes of the graph have one.
+            slots: of the regular nodes, int64 [N'], where all nodes of the graph have one; ``None``: all of these.
         """
         num_microbatches = share.num_microbatches
         own, num_sequences = share.sequences(size), share.num_sequences(size)
@@ -117,7 +117,7 @@ class Builder(ABC):
         regular, labels, supers = nodes_of(np.where(empty, min(own.start, size - 1), ids))
         regular[empty] = labels[empty] = -1
         num_super = supers.shape[1] + self.structure.global_tokens
-        layout = self.layout(regular.shape[1], num_super, share, first)
+        layout = self.layout(regular.shape[1], num_super, share, slots)
         block = slice(layout.block().start, layout.block().stop)
 
         padding = np.zeros((num_sequences, layout.num_columns), bool)

@@ -20,6 +20,8 @@ from megagraph.data.pairs import PairBuckets
 _PAIR = 3  # one that is listed
 _DENSE = 256  # the projections and the feed-forward layers of d = 128
 
+PIECES = 4  # of a partition: pairs between two of them attend where they meet, more than those of two whole partitions
+
 
 def row_costs(num_pairs: np.ndarray, num_super: int) -> np.ndarray:
     """Work of nodes that have so many pairs, int64 [V]."""
@@ -52,14 +54,14 @@ class FullBatches(Builder):
     A batch is the same each time but for its labels, so it is built once. N = V + P + G with P super nodes.
     Ranks hold whole clusters, as many as make their work equal.
 
-    Training may take its steps on partitions, as Cluster-GCN does (Chiang et al., 2019): nodes of one partition attend
-    to each other where they do in the whole graph, and to all super nodes, which attend to them; all else, features,
-    degrees, buckets, is that of the whole graph.
+    Training may take its steps on partitions, as Cluster-GCN does (Chiang et al., 2019): every epoch deals the pieces
+    of the graph out to them anew. Nodes of one partition attend to each other where they do in the whole graph, and to
+    all super nodes, which attend to them; all else, features, degrees, buckets, is that of the whole graph.
 
     Args:
         order: [V], the node at every regular slot.
         ends: the slots that begin a cluster, but for the first.
-        partitions: the slots where each of them begins, and V.
+        pieces: the slots where each of them begins, and V.
     """
 
     structure: PairBuckets
@@ -72,15 +74,15 @@ class FullBatches(Builder):
         options: BatchOptions,
         order: np.ndarray,
         ends: np.ndarray,
-        partitions: tuple[int, ...],
+        pieces: tuple[int, ...],
     ) -> None:
         super().__init__(graph, coarsening, structure)
-        self.order, self.partitions = order, partitions
+        self.order, self.pieces, self.partitions = order, pieces, options.partitions
         self.num_regular = graph.num_nodes
         num_super = coarsening.num_parts + options.global_tokens
         self.sequence_nodes = graph.num_nodes + num_super
         self._ends = ends
-        self._built: dict[tuple[Share, range], Batch] = {}
+        self._built: dict[Share, Batch] = {}  # of the whole graph
         self._known, self._part = np.zeros(graph.num_nodes, bool), 0.0
 
     def show_labels(self, nodes: np.ndarray, part: float) -> None:
@@ -92,25 +94,24 @@ class FullBatches(Builder):
         self._known[nodes], self._part = True, part
         self.label_columns = self.graph.num_classes
 
-    def layout(self, num_nodes: int, num_super: int, share: Share, first: int = 0) -> NodeLayout:
-        cuts = None if share.cp == 1 else self.cuts(share.cp, range(first, first + num_nodes))
+    def layout(self, num_nodes: int, num_super: int, share: Share, slots: np.ndarray | None = None) -> NodeLayout:
+        cuts = None if share.cp == 1 else self.cuts(share.cp, slots)
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp, cuts)
 
-    def slots(self, regular: np.ndarray) -> range:
-        """Of the regular nodes [1, N'] of a batch."""
+    def slots(self, regular: np.ndarray) -> np.ndarray:
+        """Of the regular nodes [1, N'] of a batch, int64 [N'], ascending."""
         return self.structure.slots(self._relabelled(regular))
 
-    def cuts(self, world_size: int, slots: range | None = None) -> tuple[int, ...]:
+    def cuts(self, world_size: int, slots: np.ndarray | None = None) -> tuple[int, ...]:
         """Where these slots, numbered from 0 on (default: all), are cut for so many ranks."""
-        slots = range(self.num_regular) if slots is None else slots
+        slots = np.arange(self.num_regular) if slots is None else slots
         pairs = self.structure.among(slots)[0].row_starts.diff().numpy()
-        inside = (self._ends > slots.start) & (self._ends < slots.stop)
-        costs = row_costs(pairs, self.sequence_nodes - self.num_regular)
-        return cut(costs, self._ends[inside] - slots.start, world_size)
+        ends = np.flatnonzero(np.isin(slots, self._ends))
+        return cut(row_costs(pairs, self.sequence_nodes - self.num_regular), ends[ends > 0], world_size)
 
-    def halo(self, world_size: int, slots: range | None = None) -> list[int]:
+    def halo(self, world_size: int, slots: np.ndarray | None = None) -> list[int]:
         """Regular rows of others that each of so many ranks names."""
-        slots = range(self.num_regular) if slots is None else slots
+        slots = np.arange(self.num_regular) if slots is None else slots
         relation, rows = self.structure.among(slots)[0], []
         starts, columns = relation.row_starts.numpy(), relation.columns.numpy()
         for first, last in pairwise(self.cuts(world_size, slots)):
@@ -124,19 +125,22 @@ class FullBatches(Builder):
         """One batch, of all nodes whichever ``nodes`` count; with ``rng``, in training, one of each partition."""
         if rng is None:
             return [self.order[None]]
-        return [self.order[None, first:last] for first, last in rng.permutation([*pairwise(self.partitions)])]
+        pieces = np.split(self.order, self.pieces[1:-1])
+        dealt = np.array_split(rng.permutation(len(pieces)), self.partitions)
+        return [np.concatenate([pieces[i] for i in np.sort(own)])[None] for own in dealt]
 
     def build(
         self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE
     ) -> Batch:
         """The batch; labels of nodes outside ``label_mask`` [V] do not count."""
-        slots = self.slots(regular)
-        if (share, slots) not in self._built:
+        is_whole = regular.size == self.num_regular
+        built = self._built.get(share) if is_whole else None
+        if built is None:
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
-            self._built[share, slots] = self._batch(
-                1, 0, lambda own: (regular[own], everyone[own], supers[own]), share, slots.start
-            )
-        built = self._built[share, slots]
+            slots = self.slots(regular)
+            built = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share, slots)
+            if is_whole:
+                self._built[share] = built
         if self.label_columns:
             shown = self._shown(regular, label_mask, rng)
             label_mask = label_mask & ~shown
@@ -164,10 +168,13 @@ class FullBatches(Builder):
         return columns
 
     def __str__(self) -> str:
-        parts = [range(first, last) for first, last in pairwise(self.partitions)]
-        within = sum(len(self.structure.among(part)[1]) for part in parts)
-        sizes = [len(part) for part in parts]
+        sizes, relation = np.diff(self.pieces), self.structure.relation
+        of_slots = np.repeat(np.arange(len(sizes)), sizes)
+        of_rows = np.repeat(of_slots, relation.row_starts.diff().numpy())
+        within = float((of_rows == of_slots[relation.columns.numpy()]).mean())
+        meet = (len(sizes) / self.partitions - 1) / max(len(sizes) - 1, 1)  # of all pairs of pieces
         return (
-            f"training takes a step on each of {len(parts)} partitions of {min(sizes):,} to {max(sizes):,} nodes, "
-            f"within which {within / self.structure.num_pairs:.0%} of the pairs are"
+            f"training takes {self.partitions} steps an epoch, each on another part of {len(sizes)} pieces of "
+            f"{min(sizes):,} to {max(sizes):,} nodes; {within:.0%} of the pairs are within a piece, "
+            f"{within + meet * (1 - within):.0%} attend in an epoch"
         )

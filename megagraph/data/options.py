@@ -34,12 +34,13 @@ class BatchOptions:
         degree_input: the degree of a node beside its features (``smooth.with_degrees``).
         label_input: of full batches: labels of training nodes are input, of such a part of them in a training step
             (``FullBatches``); 0: of none.
-        partitions: of full batches: training takes a step on each of so many parts of the graph (``FullBatches``).
+        partitions: of full batches: training takes a step on each of so many parts of the graph, other ones every
+            epoch (``FullBatches``).
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         candidates, epsilon: of ego batches: the most others that a node samples from, the nearest by PageRank, and to
             what precision these are found (``Pagerank``); ``num_candidates`` has the default.
-        shuffle_structure: the bias is that of a random relabelling of the nodes, of those of each partition among
-            themselves, and tells nothing of them.
+        shuffle_structure: the bias is that of a random relabelling of the nodes, with partitions of those of each
+            piece among themselves, and tells nothing of them.
         super_ratio: of ego batches: super nodes of the coarsened graph per node.
         sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
         hops, top, max_pairs: of full batches: which pairs of nodes attend (``PairBuckets``), and how many may.

@@ -67,7 +67,6 @@ class PairBuckets:
             "the pairs of the graph", starts, columns, buckets, graph.num_nodes
         )
         self._slots = np.argsort(order)  # of every node
-        self._among = {range(len(order)): (self.relation, self.index)}
 
     @property
     def start(self) -> tuple[float, ...]:
@@ -87,7 +86,7 @@ class PairBuckets:
         return pairs * _LIST_BYTES + borders + 8 * (len(block) + layout.num_nodes)
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> BorderedData:
-        """A rank's part of a sequence, regular nodes [1, N'] in a row in ``order`` and super nodes [1, s]."""
+        """A rank's part of a sequence, regular nodes [1, N'] as they follow in ``order`` and super nodes [1, s]."""
         n, s = layout.num_nodes, supers.shape[1]
         rows = np.full((1, layout.num_super, layout.num_columns), self.size - 1, np.uint8)
         rows[:, :s, : n + s] = self._coarse(regular, supers) + np.uint8(self._first_coarse)
@@ -95,22 +94,18 @@ class PairBuckets:
         relation, index = self.among(self.slots(regular))
         return BorderedData(relation, index, torch.from_numpy(columns), torch.from_numpy(rows)).shard(layout)
 
-    def slots(self, regular: np.ndarray) -> range:
-        """Of nodes [1, N'] in a row in ``order``."""
-        first = int(self._slots[regular[0, 0]])
-        return range(first, first + regular.shape[1])
+    def slots(self, regular: np.ndarray) -> np.ndarray:
+        """Of nodes [1, N'], int64 [N']."""
+        return self._slots[regular[0]]
 
-    def among(self, slots: range) -> tuple[Relation, torch.Tensor]:
-        """The pairs of these slots with each other, numbered from 0 on, and their buckets."""
-        if slots not in self._among:
-            starts = self.relation.row_starts[slots.start : slots.stop + 1]
-            own = slice(int(starts[0]), int(starts[-1]))
-            columns = self.relation.columns[own]
-            inside = (columns >= slots.start) & (columns < slots.stop)
-            ends = torch.nn.functional.pad(inside.cumsum(0), (1, 0))[starts - starts[0]]
-            relation = Relation.of_rows(ends, columns[inside] - slots.start, len(slots), 1)
-            self._among[slots] = relation, self.index[own][inside]
-        return self._among[slots]
+    def among(self, slots: np.ndarray) -> tuple[Relation, torch.Tensor]:
+        """The pairs of these slots, ascending, with each other, numbered from 0 on, and their buckets."""
+        if len(slots) == len(self.order):
+            return self.relation, self.index
+        lists = (x.numpy() for x in (self.index, self.relation.columns, self.relation.row_starts))
+        some = sp.csr_array(tuple(lists), shape=2 * (len(self.order),))[slots][:, slots]
+        starts, columns = torch.from_numpy(some.indptr).long(), torch.from_numpy(some.indices).int()
+        return Relation.of_rows(starts, columns, len(slots), 1), torch.from_numpy(some.data)
 
     def __str__(self) -> str:
         each = self.num_pairs / len(self.order)

@@ -12,7 +12,7 @@ from megagraph.data.build import Builder
 from megagraph.data.cluster import ClusterBatches
 from megagraph.data.coarsen import Coarsening, coarsen, merge, nested_partition, partition, quotient
 from megagraph.data.ego import EgoBatches
-from megagraph.data.full import FullBatches, cut, row_costs
+from megagraph.data.full import PIECES, FullBatches, cut, row_costs
 from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
@@ -95,12 +95,13 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     if options.batching == "full":
         order = np.argsort(clusters, kind="stable")
         ends = np.flatnonzero(np.diff(clusters[order])) + 1
-        partitions = cut(costs[order], ends, options.partitions)
-        # of a partition, or few of its pairs would be left
-        others = _other_nodes(np.split(order, partitions[1:-1])) if options.shuffle_structure else None
+        several = options.partitions > 1
+        pieces = cut(costs[order], ends, min(PIECES * options.partitions, graph.num_nodes) if several else 1)
+        # of a piece, or few of its pairs would be left
+        others = _other_nodes(np.split(order, pieces[1:-1])) if options.shuffle_structure else None
         _say(graph, "the pairs that attend")
         pairs = PairBuckets(graph, coarsening, order if others is None else others[order], options)
-        full = FullBatches(graph, coarsening, pairs, options, order, ends, partitions)
+        full = FullBatches(graph, coarsening, pairs, options, order, ends, pieces)
         full.relabel = others
         return full
     structure = _structure(graph, coarsening, options)

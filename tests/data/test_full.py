@@ -136,25 +136,25 @@ def test_a_batch_has_every_node_once_and_labels_of_those_that_count(graph):
 
 
 def partitions_of(builder, seed=0):
-    """Slots and batch of each, in their order in the graph."""
+    """Slots and batch of each."""
     plan = builder.plan(np.arange(3), 32, np.random.default_rng(seed))
     everyone, rng = np.ones(builder.graph.num_nodes, bool), np.random.default_rng(0)
-    found = [(np.flatnonzero(np.isin(builder.order, item[0])), builder.build(item, everyone, rng)) for item in plan]
-    return sorted(found, key=lambda both: both[0][0])
+    return [(np.flatnonzero(np.isin(builder.order, item[0])), builder.build(item, everyone, rng)) for item in plan]
 
 
 @settings(max_examples=20)
-@given(graph=random_graphs(), number=st.integers(1, 4), top=st.sampled_from([0, 2]))
-def test_a_partition_is_the_whole_graph_without_other_nodes(graph, number, top):
+@given(graph=random_graphs(), number=st.integers(1, 4), top=st.sampled_from([0, 2]), seed=st.integers(0, 9))
+def test_a_partition_is_the_whole_graph_without_other_nodes(graph, number, top, seed):
     number = min(number, graph.num_nodes)
     builder = prepare(graph, options(hops=2, top=top, partitions=number))
     order, whole = the_batch(builder)
     index, n = dense_index(whole.structure), graph.num_nodes
-    found = partitions_of(builder)
-    assert np.concatenate([slots for slots, _ in found]).tolist() == list(range(n)) and len(found) == number
+    found = partitions_of(builder, seed)
+    assert sorted(slot for slots, _ in found for slot in slots) == list(range(n)) and len(found) == number
     for slots, batch in found:
         kept = [*slots, *range(n, len(index))]
         np.testing.assert_array_equal(dense_index(batch.structure), index[np.ix_(kept, kept)])
+        assert batch.structure.relation.columns.dtype == torch.int32
         assert batch.target_nodes[0].tolist() == order[slots].tolist()
         assert batch.labels[0].tolist() == graph.labels[order[slots]].tolist() and batch.num_targets == len(slots)
         for name in ("features", "degrees", "node_ids"):
@@ -162,18 +162,31 @@ def test_a_partition_is_the_whole_graph_without_other_nodes(graph, number, top):
             assert torch.equal(own, all_of_it[kept[: len(own)]]), name
 
 
-def test_partitions_are_whole_clusters_of_equal_work_in_any_order():
+def test_partitions_are_pieces_of_equal_work_that_are_dealt_out_anew_every_epoch():
     graph = synthetic_graph(num_nodes=3000, num_classes=3, in_features=8, homophily=0.9)
     builder = prepare(graph, options(hops=1, top=0, partitions=5))
     pairs = builder.structure.relation.row_starts.diff().numpy()
-    work = [row_costs(pairs[first:last], 3).sum() for first, last in pairwise(builder.partitions)]
-    assert len(work) == 5 and max(work) <= 1.1 * np.mean(work)
-    assert set(builder.partitions[1:-1]) <= set(builder._ends.tolist())
-    inside = sum(len(batch.structure.index) for _, batch in partitions_of(builder)) / len(builder.structure.index)
-    assert f"5 partitions of {min(np.diff(builder.partitions))} to" in str(builder) and f"{inside:.0%}" in str(builder)
-    assert inside > 0.5  # one pair in five, were they any nodes
-    firsts = [[item[0, 0] for item in builder.plan(None, 1, np.random.default_rng(seed))] for seed in range(9)]
-    assert len({*map(tuple, firsts)}) > 5 and len({tuple(sorted(first)) for first in firsts}) == 1
+    pieces = [range(first, last) for first, last in pairwise(builder.pieces)]
+    work = [row_costs(pairs[piece], 3).sum() for piece in pieces]
+    assert len(pieces) == 20 and max(work) <= 1.3 * np.mean(work)
+    assert set(builder.pieces[1:-1]) <= set(builder._ends.tolist())
+    within = sum(len(builder.structure.among(np.array(piece))[1]) for piece in pieces) / builder.structure.num_pairs
+    sizes = [*map(len, pieces)]
+    assert f"5 steps an epoch, each on another part of 20 pieces of {min(sizes)} to {max(sizes)} nodes" in str(builder)
+    assert f"{within:.0%} of the pairs are within a piece" in str(builder)
+    epochs, met = [partitions_of(builder, seed) for seed in range(9)], set()
+    for epoch in epochs:
+        of_slot = np.empty(3000, int)
+        for number, (slots, _) in enumerate(epoch):
+            of_slot[slots] = number
+        owners = [of_slot[piece].tolist() for piece in pieces]
+        assert all(len(set(own)) == 1 for own in owners)
+        met |= {(i, j) for i in range(20) for j in range(i) if owners[i][0] == owners[j][0]}
+        assert np.bincount([own[0] for own in owners]).tolist() == 5 * [4]
+    assert len(met) > 120  # of 190 pairs of pieces; fixed partitions would have 30
+    attend = np.mean([sum(len(batch.structure.index) for _, batch in epoch) for epoch in epochs])
+    said = float(str(builder).split("% attend")[0].split()[-1]) / 100
+    assert within < 0.9 * said and said == pytest.approx(attend / builder.structure.num_pairs, abs=0.02)
 
 
 def test_a_rank_has_its_rows_of_a_partition(graph):
@@ -195,7 +208,7 @@ def test_a_rank_has_its_rows_of_a_partition(graph):
             wanted.append(named.sum() - named[block.start : block.stop].sum())
         assert builder.halo(2, slots) == wanted
         work = row_costs((index[:n, :n] != 255).sum(axis=1), 3).cumsum()
-        ends = [end - slots.start for end in builder._ends if slots.start < end < slots.stop]
+        ends = [place for place, slot in enumerate(slots) if place and slot in builder._ends]
         assert len(ends) > 9 and parts[0].layout.cuts[1] == min(ends, key=lambda end: abs(2 * work[end - 1] - work[-1]))
 
 
