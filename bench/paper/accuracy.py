@@ -44,6 +44,7 @@ from bench.paper.trials import (
 from bench.provenance import RESULTS, append_row, write_rows
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
+from megagraph.data.full import PIECES
 from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
 from megagraph.train import Trainer
@@ -214,7 +215,9 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
     if piece.system in OURS:
         row = ours(piece, settings, graph, split, root)
     else:
-        given = {"clusters" if name == "partitions" else name: value for name, value in settings.items()}
+        given = {name: value for name, value in settings.items() if name != "partitions"}
+        if piece.partitions > 1:  # dealt out anew every epoch, as ours are
+            given |= {"clusters": PIECES * piece.partitions, "clusters_together": PIECES}
         row, probabilities = train(
             piece.system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds, **given
         )

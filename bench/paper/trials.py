@@ -35,8 +35,9 @@ class Set:
         tuned: by its own trials; otherwise with the settings of the tuned set that is most like it.
         seeds: how many are reported.
         tuning_seeds: whose validation nodes, on average, choose a trial.
-        partitions: steps are also tried on so many METIS parts of the graph, one of each an epoch, of every system that
-            is ``PARTITIONED``; by the validation nodes of all reported seeds these, or those on the whole graph, count.
+        partitions: steps are also tried on so many parts of the graph, pieces of METIS's that every epoch deals out
+            anew, of every system that is ``PARTITIONED``; by the validation nodes of all reported seeds these, or those
+            on the whole graph, count.
         partition_epochs: of ours then, about as many as the seconds allow.
     """
 
