@@ -20,7 +20,7 @@ from megagraph.data.pairs import PairBuckets
 _PAIR = 3  # one that is listed
 _DENSE = 256  # the projections and the feed-forward layers of d = 128
 
-PIECES = 4  # of a partition: pairs between two of them attend where they meet, more than those of two whole partitions
+PIECES = 16  # of a partition, whose steps differ from epoch to epoch the more, the more they are
 
 
 def row_costs(num_pairs: np.ndarray, num_super: int) -> np.ndarray:
@@ -174,7 +174,7 @@ class FullBatches(Builder):
         within = float((of_rows == of_slots[relation.columns.numpy()]).mean())
         meet = (len(sizes) / self.partitions - 1) / max(len(sizes) - 1, 1)  # of all pairs of pieces
         return (
-            f"training takes {self.partitions} steps an epoch, each on another part of {len(sizes)} pieces of "
-            f"{min(sizes):,} to {max(sizes):,} nodes; {within:.0%} of the pairs are within a piece, "
+            f"training takes {self.partitions} steps an epoch, to which {len(sizes)} pieces of {min(sizes):,} to "
+            f"{max(sizes):,} nodes are dealt out anew every time; {within:.0%} of the pairs are within a piece, "
             f"{within + meet * (1 - within):.0%} attend in an epoch"
         )

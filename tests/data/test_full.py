@@ -162,7 +162,8 @@ def test_a_partition_is_the_whole_graph_without_other_nodes(graph, number, top, 
             assert torch.equal(own, all_of_it[kept[: len(own)]]), name
 
 
-def test_partitions_are_pieces_of_equal_work_that_are_dealt_out_anew_every_epoch():
+def test_partitions_are_pieces_of_equal_work_that_are_dealt_out_anew_every_epoch(monkeypatch):
+    monkeypatch.setattr("megagraph.data.prepare.PIECES", 4)  # of more nodes than a cluster
     graph = synthetic_graph(num_nodes=3000, num_classes=3, in_features=8, homophily=0.9)
     builder = prepare(graph, options(hops=1, top=0, partitions=5))
     pairs = builder.structure.relation.row_starts.diff().numpy()
@@ -172,7 +173,7 @@ def test_partitions_are_pieces_of_equal_work_that_are_dealt_out_anew_every_epoch
     assert set(builder.pieces[1:-1]) <= set(builder._ends.tolist())
     within = sum(len(builder.structure.among(np.array(piece))[1]) for piece in pieces) / builder.structure.num_pairs
     sizes = [*map(len, pieces)]
-    assert f"5 steps an epoch, each on another part of 20 pieces of {min(sizes)} to {max(sizes)} nodes" in str(builder)
+    assert f"5 steps an epoch, to which 20 pieces of {min(sizes)} to {max(sizes)} nodes are dealt out" in str(builder)
     assert f"{within:.0%} of the pairs are within a piece" in str(builder)
     epochs, met = [partitions_of(builder, seed) for seed in range(9)], set()
     for epoch in epochs:
