@@ -20,7 +20,7 @@ from megagraph.data.pairs import PairBuckets
 _PAIR = 3  # one that is listed
 _DENSE = 256  # the projections and the feed-forward layers of d = 128
 
-PIECES = 16  # of a partition, whose steps differ from epoch to epoch the more, the more they are
+PIECES = 64  # of a partition, at most: steps differ from epoch to epoch the more, the more they are
 
 
 def row_costs(num_pairs: np.ndarray, num_super: int) -> np.ndarray:

@@ -39,8 +39,8 @@ class BatchOptions:
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         candidates, epsilon: of ego batches: the most others that a node samples from, the nearest by PageRank, and to
             what precision these are found (``Pagerank``); ``num_candidates`` has the default.
-        shuffle_structure: the bias is that of a random relabelling of the nodes, with partitions of those of each
-            piece among themselves, and tells nothing of them.
+        shuffle_structure: the bias is that of a random relabelling of the nodes, with partitions one that keeps pieces
+            together, and tells nothing of them.
         super_ratio: of ego batches: super nodes of the coarsened graph per node.
         sequence_nodes: of cluster batches: regular nodes of a sequence [N'].
         hops, top, max_pairs: of full batches: which pairs of nodes attend (``PairBuckets``), and how many may.

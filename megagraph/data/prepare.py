@@ -53,10 +53,13 @@ def prepare(
 
 
 def _other_nodes(groups: Sequence[np.ndarray]) -> np.ndarray:
-    """[V]: a random permutation of all nodes within these groups, the same each time."""
-    rng, others = np.random.default_rng(0), np.empty(sum(map(len, groups)), np.int64)
-    for nodes in groups:
-        others[np.sort(nodes)] = rng.permutation(np.sort(nodes))
+    """[V]: a random permutation of all nodes, the same each time, that takes a group as a whole to one of its size."""
+    rng, sizes = np.random.default_rng(0), np.array([*map(len, groups)])
+    others = np.empty(sizes.sum(), np.int64)
+    for size in np.unique(sizes):
+        same = np.flatnonzero(sizes == size)
+        for group, other in zip(same, rng.permutation(same), strict=True):
+            others[np.sort(groups[group])] = rng.permutation(np.sort(groups[other]))
     return others
 
 
@@ -95,10 +98,13 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
     if options.batching == "full":
         order = np.argsort(clusters, kind="stable")
         ends = np.flatnonzero(np.diff(clusters[order])) + 1
-        several = options.partitions > 1
-        pieces = cut(costs[order], ends, min(PIECES * options.partitions, graph.num_nodes) if several else 1)
-        # of a piece, or few of its pairs would be left
-        others = _other_nodes(np.split(order, pieces[1:-1])) if options.shuffle_structure else None
+        most = max(options.partitions, len(ends) + 1) if options.partitions > 1 else 1
+        number = min(PIECES * options.partitions, most)
+        if options.shuffle_structure:  # pieces change places, or few of the pairs would be left in a step
+            pieces = tuple(np.linspace(0, graph.num_nodes, number + 1).astype(int).tolist())
+            others = _other_nodes(np.split(order, pieces[1:-1]))
+        else:
+            pieces, others = cut(costs[order], ends, number), None
         _say(graph, "the pairs that attend")
         pairs = PairBuckets(graph, coarsening, order if others is None else others[order], options)
         full = FullBatches(graph, coarsening, pairs, options, order, ends, pieces)
