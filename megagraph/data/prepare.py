@@ -101,7 +101,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
         most = max(options.partitions, len(ends) + 1) if options.partitions > 1 else 1
         number = min(PIECES * options.partitions, most)
         if options.shuffle_structure:  # pieces change places, or few of the pairs would be left in a step
-            pieces = tuple(np.linspace(0, graph.num_nodes, number + 1).astype(int).tolist())
+            pieces = tuple(graph.num_nodes * piece // number for piece in range(number + 1))
             others = _other_nodes(np.split(order, pieces[1:-1]))
         else:
             pieces, others = cut(costs[order], ends, number), None

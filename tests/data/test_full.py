@@ -225,6 +225,7 @@ def test_the_bias_of_other_nodes_is_that_of_another_piece_with_as_many_pairs(gra
         of_node[nodes] = number
     moved = [of_node[other.relabel[nodes]] for nodes in pieces]
     assert all(np.ptp(to) == 0 for to in moved) and np.mean([to[0] != i for i, to in enumerate(moved)]) > 0.8
+    assert np.ptp([*map(len, pieces)]) <= 1 and all((np.diff(other.relabel[np.sort(p)]) < 0).any() for p in pieces)
     for _, batch in (found := partitions_of(other)):
         rows = slot[other.relabel[batch.target_nodes[0].numpy()]]
         n = len(rows)
