@@ -58,7 +58,7 @@ def _other_nodes(groups: Sequence[np.ndarray]) -> np.ndarray:
     others = np.empty(sizes.sum(), np.int64)
     for size in np.unique(sizes):
         same = np.flatnonzero(sizes == size)
-        for group, other in zip(same, rng.permutation(same), strict=True):
+        for group, other in zip(same.tolist(), rng.permutation(same).tolist(), strict=True):
             others[np.sort(groups[group])] = rng.permutation(np.sort(groups[other]))
     return others
 
