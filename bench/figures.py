@@ -155,6 +155,8 @@ def tuned_alike(at: At) -> Iterator[str]:
     on_parts = " and ".join(SYSTEMS[name] for name in ("megagraph", "gcn", "sage", "gat") if name in steps)
     yield f"wordnet30's {on_parts} took steps on {steps['megagraph']} partitions"
     yield f"By these intervals ours is ahead on {ahead} and behind on {behind} of the {len(intervals)}"
+    so_far = (sets["debian12"]["so_far"][system][0] for system in ("gcn", "sage", "gat"))
+    yield "{:.1f}, {:.1f} and {:.1f} %, ours {:.1f}".format(*so_far, sets["debian12"]["tests"]["megagraph"][0])
     for system, published in PUBLISHED.items():
         cells = [_of_seeds(sets[f"{name}-public"], system) + published[name] for name in ("cora", "citeseer")]
         yield f"| {SYSTEMS[system]} | {' | '.join(cells)} |"
