@@ -169,7 +169,7 @@ class FullBatches(Builder):
 
     def __str__(self) -> str:
         sizes, relation = np.diff(self.pieces), self.structure.relation
-        of_slots = np.repeat(np.arange(len(sizes)), sizes)
+        of_slots = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         of_rows = np.repeat(of_slots, relation.row_starts.diff().numpy())
         within = float((of_rows == of_slots[relation.columns.numpy()]).mean())
         meet = (len(sizes) / self.partitions - 1) / max(len(sizes) - 1, 1)  # of all pairs of pieces
