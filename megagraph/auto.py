@@ -19,6 +19,7 @@ from megagraph.data.build import Builder
 from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
+from megagraph.flags import processes_here
 from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, rank, world_size
 from megagraph.planner.fitting import fit
 from megagraph.planner.profile import FIT_ERROR, predicts, profile
@@ -159,7 +160,7 @@ def memory_bytes(device: torch.device, given: float = math.inf) -> float:
     page = os.sysconf("SC_PAGE_SIZE")
     there = min(float(page * os.sysconf("SC_PHYS_PAGES")), _group_limit())
     program = page * int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    given = min(given, there / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    given = min(given, there / processes_here())
     if given <= program:
         raise ValueError(
             f"a process must have more than the {program / 2**30:.2f} GiB that it takes already, got "

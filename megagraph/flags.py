@@ -47,6 +47,11 @@ def short(value: Any) -> str:
     return shown if len(shown) <= 100 else f"{shown[:100]}..."
 
 
+def processes_here() -> int:
+    """How many torchrun started on this machine; 1 where it started none."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def device(name: str) -> torch.device:
     """What --device means for this process: "auto" and "cuda" are a GPU of its own.
 
@@ -72,7 +77,7 @@ def device(name: str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(f"device must be auto, cpu or a CUDA device that is here, got {name!r}: {error}") from error
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = processes_here()
     if found.type == "cuda" and 1 < processes <= torch.cuda.device_count():
         raise ValueError(
             f"{processes} processes cannot share {found} where each can have its own; pass --device cuda, "

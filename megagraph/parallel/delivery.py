@@ -7,7 +7,6 @@ first one's.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
+from megagraph.flags import processes_here
 
 _MOST_TOLD = 1 << 13  # bytes that describe a batch, pickled
 _ALIGNED = 64  # bytes, where each tensor begins
@@ -30,7 +30,7 @@ def stages_of_node(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The ranks of this node that hold other stages of the same pipeline, by stage; ``None`` where there are none."""
     if mesh is None or mesh["pp"].size() == 1:
         return None
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    per_node = processes_here()
     of_stages = mesh.mesh.flatten(1).T.tolist()  # by pipeline and ring
     groups: list[list[int]] = []
     for ranks in of_stages:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from megagraph.config import TrainConfig
+from megagraph.flags import processes_here
 from megagraph.parallel import failure
 from megagraph.planner.plan import Plan
 
@@ -85,7 +86,7 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
 def choose_backend() -> str:
     """gloo beside NCCL, as ranks must be able to talk before each has found its GPU; NCCL refuses ranks that share one,
     and gloo takes their messages through memory of the host."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = processes_here()
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= processes else "gloo"
 
 

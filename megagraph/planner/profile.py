@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megagraph.flags import processes_here
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import fit
@@ -66,7 +66,7 @@ def profile(
         "dtype": workload.dtype,
         "workers": workers,
         "impl": "triton" if device.type == "cuda" else "blocked",
-        "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "ranks_per_node": processes_here(),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "model": _as_read(config),
     }

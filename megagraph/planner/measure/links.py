@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.exchange import make_exchange
+from megagraph.flags import processes_here
 from megagraph.planner.measure.clock import average
 
 WORK = 512  # rows and columns of the matrices that ranks multiply before a message: some ms of a core
@@ -41,7 +41,7 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    per_node = processes_here()
     peers = {"node": 1} if per_node > 1 else {}
     groups = {"node": per_node} if per_node > 1 else {}
     if per_node < ranks:
