@@ -86,8 +86,7 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
 def choose_backend() -> str:
     """gloo beside NCCL, as ranks must be able to talk before each has found its GPU; NCCL refuses ranks that share one,
     and gloo takes their messages through memory of the host."""
-    processes = processes_here()
-    return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= processes else "gloo"
+    return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= processes_here() else "gloo"
 
 
 @cache
