@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagraph.attention.neighbours import Neighbours
 from megagraph.config import Part
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
@@ -33,7 +34,7 @@ def evaluate(
 
     bias, initial: the learned part of the attention bias is zero, or as it was before training. features: those of all
     nodes and super nodes are zero. super_nodes, global_token: nobody attends to super nodes, or to global tokens.
-    samples: one sequence of a target (ego) in place of all.
+    convolution: nobody has neighbours in it. samples: one sequence of a target (ego) in place of all.
 
     Args:
         run: run folder of ``Trainer.fit``.
@@ -56,6 +57,7 @@ def evaluate(
     missing = {
         "initial": not model.bias_start and "its bias started at random",
         "global_token": config.global_tokens == 0 and "it has no global tokens",
+        "convolution": not model.convolution and "its layers have none",
         "samples": (config.batching != "ego" or config.samples == 1) and "a target has one sequence already",
     }
     if refused := [part for part in ablate if missing.get(part)]:
@@ -185,10 +187,17 @@ def _without_global(batch: Batch) -> Batch:
     return _without_columns(batch, batch.node_index.shape[1], batch.num_nodes)
 
 
+def _without_convolution(batch: Batch) -> Batch:
+    assert batch.neighbours is not None
+    nobody = Neighbours(batch.neighbours.relation, torch.zeros_like(batch.neighbours.weights))
+    return replace(batch, neighbours=nobody)
+
+
 _CHANGES: dict[str, Callable[[Batch], Batch]] = {
     "features": _without_features,
     "super_nodes": _without_supers,
     "global_token": _without_global,
+    "convolution": _without_convolution,
 }
 
 

@@ -96,7 +96,8 @@ def evaluate(
         run: run folder of ``megagraph train``.
         ablate: parts to leave out, one at a time. bias: the learned part of the attention bias is zero; initial: it is
             as before training; features: those of all nodes are zero; super_nodes, global_token: nobody attends to
-            super nodes, or to global tokens; samples: one sequence of a target in place of all.
+            super nodes, or to global tokens; convolution: nobody has neighbours in it; samples: one sequence of a
+            target in place of all.
     """
 
     def job() -> None:

@@ -44,7 +44,7 @@ GROUPS = {
         ("model", "layers", "dim", "heads"),
         (
             "embedding", "ffn_dim", "global_tokens", "dropout", "input_dropout", "attention_dropout", "init",
-            "max_degree",
+            "max_degree", "convolution",
         ),
     ),
     "bias": _Group(

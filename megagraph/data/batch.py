@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megagraph.attention.bias import BorderedData
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.neighbours import Neighbours
 from megagraph.data.options import deal
 
 EMBEDDED = ("features", "degrees", "node_ids", "node_index")  # fields of a batch that only the embedding reads
@@ -85,6 +86,7 @@ class Batch:
         target_nodes:     [b, t]            int64    node id, -1 = padding
         sequence_ids:     [b]               int64    position in the global batch, B of an empty one
 
+    ``neighbours``, of a full batch whose layers have a convolution, are those of the rank's regular nodes.
     ``num_targets`` is the number of labels that count in the global batch, on all ranks together.
     """
 
@@ -99,6 +101,7 @@ class Batch:
     sequence_ids: Tensor
     layout: NodeLayout
     num_targets: int
+    neighbours: Neighbours | None
 
     @property
     def batch_size(self) -> int:
@@ -118,6 +121,7 @@ class Batch:
             "structure": self.structure,
             "key_padding_mask": self.key_padding_mask,
             "layout": self.layout,
+            "neighbours": self.neighbours,
             "num_targets": self.labels.shape[1],
             "dropout_key": dropout_key,
         }
@@ -133,6 +137,8 @@ class Batch:
         moved = self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking), leave)
         if isinstance(self.structure, BorderedData):
             moved = replace(moved, structure=self.structure.to(device, non_blocking=non_blocking))
+        if self.neighbours is not None:
+            moved = replace(moved, neighbours=self.neighbours.to(device, non_blocking=non_blocking))
         return moved
 
     def pin_memory(self) -> Batch:
@@ -148,7 +154,7 @@ class Batch:
         return [_whole_rows(x) if name == "structure" else x for name, x in named if isinstance(x, Tensor)]
 
     def map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
-        """The batch with other tensors, but for the fields to ``leave``; ``BorderedData`` stays as it is."""
+        """The batch with other tensors, but for the fields to ``leave``; ``BorderedData`` and neighbours stay."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name not in leave)
         mapped: dict[str, Any] = {
             name: function(value) for name, value in values if isinstance(value, Tensor) and name != "structure"

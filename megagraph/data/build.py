@@ -141,6 +141,7 @@ class Builder(ABC):
             sequence_ids=torch.from_numpy(ids),
             layout=layout,
             num_targets=num_targets,
+            neighbours=None,
         )
 
     def _labels(self, nodes: np.ndarray, label_mask: np.ndarray) -> np.ndarray:

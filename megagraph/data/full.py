@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.neighbours import Neighbours
+from megagraph.attention.relation import Relation
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
-from megagraph.data.coarsen import Coarsening
+from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.pairs import PairBuckets
@@ -19,6 +21,8 @@ from megagraph.data.pairs import PairBuckets
 # what a row costs, in dense pairs, of which it has two with every super node: those of its own, and of theirs
 _PAIR = 3  # one that is listed
 _DENSE = 256  # the projections and the feed-forward layers of d = 128
+
+_NEIGHBOUR_BYTES = 4 * 4  # an entry of A~: its column, row, place and weight
 
 PIECES = 64  # of a partition, at most: steps differ from epoch to epoch the more, the more they are
 
@@ -78,6 +82,7 @@ class FullBatches(Builder):
     ) -> None:
         super().__init__(graph, coarsening, structure)
         self.order, self.pieces, self.partitions = order, pieces, options.partitions
+        self._tells_neighbours = options.convolution
         self.num_regular = graph.num_nodes
         num_super = coarsening.num_parts + options.global_tokens
         self.sequence_nodes = graph.num_nodes + num_super
@@ -97,6 +102,13 @@ class FullBatches(Builder):
     def layout(self, num_nodes: int, num_super: int, share: Share, slots: np.ndarray | None = None) -> NodeLayout:
         cuts = None if share.cp == 1 else self.cuts(share.cp, slots)
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp, cuts)
+
+    def num_bytes(self, batch_size: int, share: Share) -> int:
+        layout = self.layout(self.num_regular, self.sequence_nodes - self.num_regular, share)
+        own = self.order[layout.block().start : layout.block().stop]
+        degrees = self.graph.indptr[own + 1] - self.graph.indptr[own]
+        neighbours = _NEIGHBOUR_BYTES * int((degrees + 1).sum()) if self._tells_neighbours else 0
+        return super().num_bytes(batch_size, share) + neighbours
 
     def slots(self, regular: np.ndarray) -> np.ndarray:
         """Of the regular nodes [1, N'] of a batch, int64 [N'], ascending."""
@@ -139,6 +151,8 @@ class FullBatches(Builder):
             supers, everyone = np.arange(self.coarsening.num_parts)[None], self.graph.labels[regular]
             slots = self.slots(regular)
             built = self._batch(1, 0, lambda own: (regular[own], everyone[own], supers[own]), share, slots)
+            if self._tells_neighbours:
+                built = replace(built, neighbours=self._neighbours(regular[0]).shard(built.layout))
             if is_whole:
                 self._built[share] = built
         if self.label_columns:
@@ -149,6 +163,12 @@ class FullBatches(Builder):
         block = built.layout.block()
         here = torch.from_numpy(np.ascontiguousarray(labels[:, block.start : block.stop]))
         return replace(built, labels=here, num_targets=int((labels >= 0).sum()))
+
+    def _neighbours(self, nodes: np.ndarray) -> Neighbours:
+        """Among these, as they follow in the sequence."""
+        matrix = normalized_adjacency(self.graph.adjacency[nodes][:, nodes])
+        starts, columns = torch.from_numpy(matrix.indptr).long(), torch.from_numpy(matrix.indices).int()
+        return Neighbours(Relation.of_rows(starts, columns, len(nodes), 1), torch.from_numpy(matrix.data))
 
     def _shown(self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Whose labels are input, bool [V]."""

@@ -36,6 +36,7 @@ class BatchOptions:
             (``FullBatches``); 0: of none.
         partitions: of full batches: training takes a step on each of so many parts of the graph, other ones every
             epoch (``FullBatches``).
+        convolution: of full batches: they say who is whose neighbour (``Neighbours``), for the convolution of a layer.
         sample_nodes, samples: of ego batches: nodes sampled around a target, and sequences of it.
         candidates, epsilon: of ego batches: the most others that a node samples from, the nearest by PageRank, and to
             what precision these are found (``Pagerank``); ``num_candidates`` has the default.
@@ -62,6 +63,7 @@ class BatchOptions:
     degree_input: bool = False
     label_input: float = 0.0
     partitions: int = 1
+    convolution: bool = False
     sample_nodes: int = 14
     samples: int = 8
     candidates: int | None = None
@@ -88,7 +90,12 @@ class BatchOptions:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0.0 <= self.label_input < 1.0:
             raise ValueError(f"label_input must be in [0, 1), got {self.label_input}")
-        for name, given in (("label_input", self.label_input > 0.0), ("partitions", self.partitions > 1)):
+        only_full = {
+            "label_input": self.label_input > 0.0,
+            "partitions": self.partitions > 1,
+            "convolution": self.convolution,
+        }
+        for name, given in only_full.items():
             if given and self.batching != "full":
                 raise ValueError(f"{name} needs batching full, got {self.batching}")
         if self.batching == "full" and self.bias != "bucket":

@@ -37,6 +37,7 @@ class ModelConfig:
         bias_start: where it starts, in these units, in every layer and head; none: random, as small weights.
         init: of weights: ``"small"`` (N(0, 0.02 / sqrt(L)), as ANS-GT and Graphormer) or ``"xavier"`` (uniform, by the
             widths of a layer: Glorot and Bengio, 2010).
+        convolution: every layer has a graph convolution beside attention, in full batches.
         embedding: ``"features"`` (raw features, projected) or ``"learned"`` (vectors of width ``dim`` from a table
             outside the model, in place of features).
         graph_checksum: of the graph whose nodes a learned embedding knows.
@@ -65,6 +66,7 @@ class ModelConfig:
     bias_start: tuple[float, ...] = ()
     init: Init = "small"
     max_degree: int = 512
+    convolution: bool = BatchOptions.convolution
     embedding: Literal["features", "learned"] = "features"
     graph_checksum: int = 0
     dropout: float = 0.5

@@ -12,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from megagraph.attention.bias import Bias, BorderedData, BucketBias, ProjectedBias
+from megagraph.attention.convolution import convolve
+from megagraph.attention.exchange import make_exchange
 from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.module import BiasedRingAttention
+from megagraph.attention.neighbours import Neighbours
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.recompute import recomputed
@@ -33,6 +36,7 @@ class Context:
             ranks attend by heads. Or, of a whole graph, the buckets of listed pairs and of super nodes.
         key_padding_mask: bool [B, N], True = padding.
         layout: which nodes the S rows are.
+        neighbours: of the regular nodes of one sequence, where layers have a convolution.
         dropout_key: int32 [B], the step's key of each sequence; ``None`` outside training.
         place_keys: of each layer those of its places that drop something, int32 [B] each.
         packing: hidden states are packed rows [T, d] of whole sequences on one rank; ``None``: they are [B, S, d].
@@ -41,6 +45,7 @@ class Context:
     structure: Tensor | BorderedData
     key_padding_mask: Tensor
     layout: NodeLayout
+    neighbours: Neighbours | None = None
     dropout_key: Tensor | None = None
     place_keys: Mapping[int, Sequence[Tensor]] | None = None
     packing: Packing | None = None
@@ -48,6 +53,8 @@ class Context:
 
 class GraphTransformerLayer(nn.Module):
     """Pre-LN layer: x += Drop(Attention(LN(x))); x += Drop(FFN(LN(x))), FFN = Linear, GELU, Linear.
+
+    With ``config.convolution`` regular nodes have A~ W LN(x) beside Attention(LN(x)), GCN's mean of neighbours.
 
     The structure of the batch (adjacency channels or distance buckets) is shared by all layers; each layer owns the
     weight [H, C] or table [H, R] that turns it into its bias, in units of ``config.bias_unit``.
@@ -72,6 +79,7 @@ class GraphTransformerLayer(nn.Module):
         self.register_buffer("bias_unit", unit, persistent=False)
         self.attention_norm = nn.LayerNorm(config.dim)
         self.attention = BiasedRingAttention(config.dim, config.heads, dropout=config.attention_dropout, mesh=mesh)
+        self.convolution = nn.Linear(config.dim, config.dim, bias=False) if config.convolution else None
         self.ffn_norm = nn.LayerNorm(config.dim)
         self.ffn = nn.Sequential(
             nn.Linear(config.dim, config.ffn_dim), nn.GELU(), nn.Linear(config.ffn_dim, config.dim)
@@ -106,9 +114,9 @@ class GraphTransformerLayer(nn.Module):
         # else all layers have one tensor, whose values are checked once
         if num_queries is not None and not self.attention.by_heads:
             bias = bias.rows(rows)
-        with self._cheap(self.attention_norm, x) as h:
+        with self._cheap(self.attention_norm, x) as normed:
             h = self.attention(
-                h,
+                normed,
                 bias,
                 layout=context.layout,
                 key_padding_mask=context.key_padding_mask,
@@ -116,6 +124,8 @@ class GraphTransformerLayer(nn.Module):
                 num_queries=num_queries,
                 packing=packing,
             )
+            if self.convolution is not None:
+                h = _with_first_rows(h, self._convolved(self.convolution, normed, context))
         if num_queries is not None:
             x, packing = x[:, rows] if packing is None else packing.first_rows(x, num_queries), None
         x = x + hidden_dropout(h, self.dropout, keys[_AFTER_ATTENTION], context.layout, packing)
@@ -126,6 +136,14 @@ class GraphTransformerLayer(nn.Module):
             h = shrink(h)
         return x + hidden_dropout(h, self.dropout, keys[_AFTER_FFN], context.layout, packing)
 
+    def _convolved(self, weight: nn.Linear, x: Tensor, context: Context) -> Tensor:
+        """Of the regular rows of one sequence, [1, R, d]."""
+        layout, mesh = context.layout, self.attention.mesh
+        assert context.neighbours is not None
+        exchange = None if mesh is None or layout.world_size == 1 else make_exchange(mesh, x.device)
+        (mean,) = convolve(exchange, [layout], [context.neighbours], [weight(x[0, : layout.block_size])])
+        return mean[None]
+
     def _cheap(self, function: nn.Module, x: Tensor) -> AbstractContextManager[Tensor]:
         """function(x), which what reads it does not keep for backward; a layer that is computed again keeps nothing."""
 
@@ -133,6 +151,12 @@ class GraphTransformerLayer(nn.Module):
             return _rounded(function(x))
 
         return nullcontext(make(x)) if self.checkpoint else recomputed(make, x)
+
+
+def _with_first_rows(x: Tensor, more: Tensor) -> Tensor:
+    """x [1, M, d], to whose first rows those of ``more`` [1, R, d] are added."""
+    rows = min(x.shape[1], more.shape[1])
+    return torch.cat([x[:, :rows] + more[:, :rows], x[:, rows:]], dim=1)
 
 
 def _rounded(x: Tensor) -> Tensor:

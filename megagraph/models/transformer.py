@@ -16,6 +16,7 @@ from megagraph.attention.dropout import mix_key, place_keys
 from megagraph.attention.engines import is_short_shape
 from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.neighbours import Neighbours
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.layers import DROPOUT_PLACES, Context, GraphTransformerLayer
@@ -96,6 +97,7 @@ class GraphTransformer(nn.Module):
         *,
         degrees: Tensor | None = None,
         layout: NodeLayout | None = None,
+        neighbours: Neighbours | None = None,
         num_targets: int = 1,
         dropout_key: Tensor | None = None,
     ) -> Tensor:
@@ -109,16 +111,23 @@ class GraphTransformer(nn.Module):
             key_padding_mask: bool [B, N], True = padding.
             degrees: int64 [U], of the rows of ``features``; only Graphormer reads it.
             layout: which nodes are local; ``None``: all, on one rank.
+            neighbours: of the one sequence, which layers with a convolution need.
             num_targets: T, local rows to read out; may be 0.
             dropout_key: int32 [B] from [megagraph.dropout_keys][]; needed in training, ignored in evaluation.
 
         Returns:
             logits [B, T, num_classes].
         """
+        if self.config.convolution and neighbours is None:
+            raise ValueError("neighbours are needed by a model with a convolution; those of a full batch are in it")
         if layout is None:
             layout = NodeLayout(key_padding_mask.shape[1], 0)
         context = Context(
-            structure=structure, key_padding_mask=key_padding_mask, layout=layout, dropout_key=dropout_key
+            structure=structure,
+            key_padding_mask=key_padding_mask,
+            layout=layout,
+            neighbours=neighbours,
+            dropout_key=dropout_key,
         )
         return self.read_out(self.transform(self.embed(features, degrees, node_index, context), context, num_targets))
 

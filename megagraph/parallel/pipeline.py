@@ -35,6 +35,7 @@ from torch.profiler import record_function
 from megagraph.attention.bias import BorderedData
 from megagraph.attention.exchange import travels_through_host
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.neighbours import Neighbours
 from megagraph.data.batch import EMBEDDED, READ_OUT, Batch
 from megagraph.models.layers import Context
 from megagraph.models.transformer import GraphTransformer
@@ -126,6 +127,7 @@ class Stage(nn.Module):
         setting: Setting,
         structure: Tensor | BorderedData,
         key_padding_mask: Tensor,
+        neighbours: Neighbours | None = None,
         embedded: Embedded | None = None,
         labels: Tensor | None = None,
         dropout_key: Tensor | None = None,
@@ -140,7 +142,11 @@ class Stage(nn.Module):
                 gradients of its inputs.
         """
         context = Context(
-            structure=structure, key_padding_mask=key_padding_mask, layout=setting.layout, dropout_key=dropout_key
+            structure=structure,
+            key_padding_mask=key_padding_mask,
+            layout=setting.layout,
+            neighbours=neighbours,
+            dropout_key=dropout_key,
         )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
             if self.first:

@@ -51,6 +51,7 @@ def row_config(row: Row) -> ModelConfig:
         global_tokens=row.get("global_tokens", 0),
         bias=row["bias"] if row["bias"] == "projected" else "bucket",
         bias_size=max(int(row["bias_size"]), 1),
+        convolution=bool(row.get("convolution")),
     )
 
 
@@ -335,7 +336,7 @@ def _known_bytes(row: Row) -> float:
     """What needs no fit: parameters and their two moments, the batch's data."""
     listed, codes = row.get("pairs"), int(row.get("codes", 0))
     if listed:
-        data = listed_bytes(row["rows"], row["num_super"], listed)
+        data = listed_bytes(row["rows"], row["num_super"], listed, row_config(row))
     else:
         data = dense_bytes(row["rows"], row["columns"], row_config(row), _dtype(row))
     features = feature_bytes(row["feature_rows"], row["in_features"], codes)

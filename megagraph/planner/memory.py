@@ -130,7 +130,7 @@ def shared_bytes(rates: Rates, work: RankWork, kept: Kept | None = None) -> floa
     plan, config = work.plan, work.config
     rows, pairs = (work.all_rows, plan.cp * work.pairs) if work.by_heads else (work.rows, work.pairs)
     if work.pairs:
-        data = listed_bytes(rows, work.num_super, pairs)
+        data = listed_bytes(rows, work.num_super, pairs, config)
     else:
         data = dense_bytes(rows, work.columns, config, work.dtype)
     total = _batches(rates, work) * work.batch_sequences * data + dot(
@@ -160,9 +160,11 @@ def dense_bytes(rows: float, columns: float, config: ModelConfig, dtype: str) ->
     return rows * aligned_columns(int(columns)) * pair
 
 
-def listed_bytes(rows: float, num_super: float, pairs: float) -> float:
-    """Data of a sequence whose pairs are listed: by row and by key, with a bucket, and buckets of super nodes."""
-    return 13 * pairs + 2 * rows * num_super + 16 * rows
+def listed_bytes(rows: float, num_super: float, pairs: float, config: ModelConfig) -> float:
+    """Data of a sequence whose pairs are listed: by row and by key, with a bucket, and buckets of super nodes; the same
+    lists with a weight for a convolution."""
+    neighbours = 16 * (pairs + rows) if config.convolution else 0
+    return 13 * pairs + 2 * rows * num_super + 16 * rows + neighbours
 
 
 def _process_factor(rates: Rates) -> float:

@@ -50,12 +50,12 @@ FIELDS = {
 """Fields of every kind of row. ``direction`` is forward, backward or forward_backward; ``link`` node or across;
 ``targets`` None where the last layer computes all rows; a ring row is the work of all its ranks, without messages.
 Rows of sequences whose pairs are listed have ``pairs`` and ``num_super``, too, and ``columns`` are those of a row on
-average. ``dtype`` is fp32 where a row does not say bf16 or fp64, ``codes`` the number of degrees with a vector of their
-own, ``rank`` which of several processes measured it."""
+average; ``convolution`` is 1 where layers have one. ``dtype`` is fp32 where a row does not say bf16 or fp64, ``codes``
+the number of degrees with a vector of their own, ``rank`` which of several processes measured it."""
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}  # of benches, which time fp16, too
 _TEXTS = {"bias", "direction", "link", "device", "impl", "dtype"}
-_NUMBERS = {"pairs", "codes", "rank", *(name for names in FIELDS.values() for name in names)} - _TEXTS
+_NUMBERS = {"pairs", "convolution", "codes", "rank", *(name for names in FIELDS.values() for name in names)} - _TEXTS
 
 
 def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:

@@ -62,6 +62,8 @@ def _layer_seconds(seconds: Mapping[str, Rates], links: Links, work: RankWork, w
         attention = _attention_terms(work, queries)
         return dot(rates, layer | {name: times * value for name, value in attention.items()})
     others = dot(rates, layer)
+    if work.config.convolution:  # rows of others, or their gradients, which nothing hides
+        others += links.shared(work.plan, work.number_bytes * work.sequences * work.halo * work.config.dim)
     if work.by_heads:  # queries of all rows, whichever are wanted
         others += rates.get("layer.product", 0.0) * work.sequences * (work.rows - queries) * work.config.dim**2
         return others + times * _by_heads_seconds(rates, links, work)

@@ -47,11 +47,12 @@ def as_launches(name: str) -> str:
 
 
 def layer_terms(m: float, rows: float, queries: float, config: ModelConfig) -> Terms:
-    """A layer but for its attention; keys and values of all rows, the rest for the queries only."""
+    """A layer but for its attention and the sums of a convolution; keys and values, and what a convolution sums, of all
+    rows, the rest for the queries only."""
     d = config.dim
     return {
         "layer.call": 1.0,
-        "layer.product": m * (rows * 2 * d**2 + queries * (2 * d**2 + 2 * d * config.ffn_dim)),
+        "layer.product": m * (rows * (2 + config.convolution) * d**2 + queries * (2 * d**2 + 2 * d * config.ffn_dim)),
         "layer.element": m * (rows + queries) * d,
         "layer.ffn_element": m * queries * config.ffn_dim,
     }
@@ -76,7 +77,7 @@ def listed_terms(
     m: float, block: float, num_super: float, pairs: float, config: ModelConfig, *, supers: bool, ranks: int = 1
 ) -> Terms:
     """Attention where pairs are listed: of ``block`` regular rows to super nodes and along the pairs, and of the super
-    rows, if they are computed, to all; ``ranks`` as above."""
+    rows, if they are computed, to all; ``ranks`` as above. The sums of a convolution are of its pairs, too."""
     terms = attention_terms(m, block, num_super, config, ring=False, ranks=ranks)
     if supers:
         others = attention_terms(m, num_super, block + num_super, config, ring=False, ranks=ranks)
@@ -114,7 +115,7 @@ def kept_terms(
     Args:
         mixed: weights are rounded in every forward pass, and these kept, too.
     """
-    weights = 4 * config.dim**2 + 2 * config.dim * config.ffn_dim
+    weights = (4 + config.convolution) * config.dim**2 + 2 * config.dim * config.ffn_dim
     return ({"kept.weight": float(weights)} if mixed else {}) | {
         "kept.key": m * rows * config.dim,
         "kept.element": m * queries * config.dim,
@@ -154,7 +155,7 @@ def stage_parameters(config: ModelConfig, layers: Sequence[float] | Floats, code
     """Parameters of every stage of a model, from its layers, and from the degrees that have a vector on the first one;
     [stages, ...], as ``layers``."""
     d, ffn = config.dim, config.ffn_dim
-    attention = 4 * d * d + 3 * d
+    attention = (4 + config.convolution) * d * d + 3 * d
     feed_forward = 2 * d * ffn + ffn + d
     parameters = np.asarray(layers, float) * (attention + feed_forward + 4 * d + config.heads * config.bias_size)
     parameters[0] += config.in_features * d + d + (config.global_tokens + codes) * d

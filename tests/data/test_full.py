@@ -257,6 +257,86 @@ def test_logits_and_gradients_are_those_of_dense_attention(graph, model, tmp_pat
         torch.testing.assert_close(ours, dense, rtol=1e-9, atol=1e-10)
 
 
+def dense_neighbours(given) -> np.ndarray:
+    """Rows of A~ of a ``Neighbours``, [R, N']."""
+    matrix = np.zeros((len(given.relation.row_starts) - 1, given.relation.num_columns))
+    matrix[given.relation.rows(), given.relation.columns.long()] = given.weights
+    return matrix
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, dict(hops=2, top=4), dict(shuffle_structure=True)], ids=["one", "more", "other"]
+)
+def test_neighbours_are_those_of_the_graph_whoever_attends(graph, changes):
+    builder = prepare(graph, options(convolution=True, **changes), cluster_size=16)
+    (item,), batch = builder.plan(np.arange(3), 32, None), the_batch(builder)[1]
+    nodes, whole = item[0], dense_normalized(graph.adjacency)
+    np.testing.assert_allclose(dense_neighbours(batch.neighbours), whole[np.ix_(nodes, nodes)], rtol=1e-6)
+    shares = [Share(cp_rank=rank, cp=3) for rank in range(3)]
+    labels = np.ones(240, bool)
+    parts = [builder.build(item, labels, np.random.default_rng(0), share).neighbours for share in shares]
+    np.testing.assert_array_equal(np.concatenate([*map(dense_neighbours, parts)]), dense_neighbours(batch.neighbours))
+    assert the_batch(prepare(graph, options(**changes)))[1].neighbours is None
+
+
+def test_neighbours_in_a_partition_are_those_of_its_own_graph(graph):
+    builder = prepare(graph, options(convolution=True, partitions=3), cluster_size=16)
+    for _, batch in partitions_of(builder):
+        nodes = batch.target_nodes[0].numpy()
+        own = dense_normalized(graph.adjacency[nodes][:, nodes])
+        np.testing.assert_allclose(dense_neighbours(batch.neighbours), own, rtol=1e-6)
+    assert builder.num_bytes(1, Share()) > prepare(graph, options(partitions=3)).num_bytes(1, Share())
+
+
+@pytest.mark.parametrize("model", ["hierarchical", "graphormer"])
+def test_a_convolution_adds_the_mean_of_neighbours_to_attention(graph, model, tmp_path):
+    config = mg.TrainConfig(**SMALL, model=model, dtype="fp64", convolution=True, out=tmp_path / "run")
+    builder = batches(config, graph)
+    _, batch = the_batch(builder)
+    torch.manual_seed(0)
+    made = make_model(config, config.model_config(in_features=16, num_classes=3, bias_size=builder.structure.size))
+    made, dense = made.double(), torch.from_numpy(dense_neighbours(batch.neighbours))
+    key = torch.tensor([7], dtype=torch.int32)
+    inputs = replace(batch, features=batch.features.double()).model_inputs(key)
+    found = []
+    for by_hand in (False, True):
+        made.zero_grad()
+        if by_hand:
+            for layer in made.layers.values():
+                weight, layer.convolution = layer.convolution.weight, None
+                layer.register_parameter("weight", weight)
+
+                def add(attention, given, out, weight=weight):
+                    return out + torch.nn.functional.pad(
+                        dense @ given[0][0, :240] @ weight.T, (0, 0, 0, out.shape[1] - 240)
+                    )
+
+                layer.attention.register_forward_hook(add)
+        logits = made.train()(**inputs)
+        logits.square().sum().backward()
+        found.append({name.replace("convolution.", ""): p.grad.clone() for name, p in made.named_parameters()})
+        found[-1]["logits"] = logits.detach()
+    assert found[0].keys() == found[1].keys() and len(found[0]) > 30
+    for name, ours in found[0].items():
+        torch.testing.assert_close(ours, found[1][name], rtol=1e-9, atol=1e-10, msg=name)
+    with pytest.raises(ValueError, match="neighbours are needed by a model with a convolution"):
+        make_model(config, made.config).double()(**inputs | {"neighbours": None})
+
+
+def test_a_convolution_learns_resumes_predicts_and_is_left_out(tmp_path, graph):
+    changes = dict(convolution=True, epochs=12, partitions=2, checkpoint_every=9, keep=9)
+    summary, config = train(tmp_path, graph, **changes)
+    assert summary.test_accuracy > 0.6 > summary.majority_accuracy
+    test = choose_split(graph, config).test
+    classes = mg.predict(config.out, graph)[test].argmax(axis=1)
+    assert (classes == graph.labels[test]).mean() == summary.test_accuracy
+    results = evaluate(config.out, graph, ["convolution", "bias"])
+    assert results["whole"]["test_accuracy"] == summary.test_accuracy and results["convolution"]["changed_classes"] > 0
+    losses = [line["loss"] for line in lines_of(config.out)[0]]
+    mg.Trainer.resume(config.out, resume_step=9).fit(graph)
+    assert [line["loss"] for line in lines_of(config.out)[0]] == losses and len(losses) == 24
+
+
 def train(tmp_path, graph, name="run", **changes):
     config = mg.TrainConfig(**(SMALL | dict(out=tmp_path / name) | changes))
     return mg.Trainer(config).fit(graph), config
@@ -463,6 +543,10 @@ BAD = {
     "partitions of ego batches": (dict(batching="ego", partitions=2), "partitions needs batching full, got ego"),
     "all labels": (dict(label_input=1.0), r"label_input must be in \[0, 1\), got 1.0"),
     "labels of ego batches": (dict(batching="ego", label_input=0.5), "label_input needs batching full, got ego"),
+    "a convolution of ego batches": (
+        dict(batching="ego", convolution=True),
+        "convolution needs batching full, got ego",
+    ),
     "degrees beside vectors": (dict(embedding="learned", degree_input=True), "degree_input needs embedding features"),
     "labels beside vectors": (dict(embedding="learned", label_input=0.5), "label_input needs embedding features"),
 }

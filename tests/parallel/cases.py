@@ -117,21 +117,22 @@ SCHEDULES = {
     "labels-dp-3": (mg.Plan(dp=3, shares=(1, 2, 1), num_microbatches=2), "labels", "fp64"),
     "labels-cp": (mg.Plan(cp=2, dp=2, shares=(1, 3), shard=True), "labels", "fp64"),
     "full-halo": (mg.Plan(cp=2, comm="halo"), "full", "fp64"),
-    "full-allgather-3": (mg.Plan(cp=3, comm="allgather"), "full", "fp64"),
-    "full-halo-4": (mg.Plan(cp=4, comm="halo", checkpoint=True, shard=True), "full", "fp64"),
+    "convolved-allgather-3": (mg.Plan(cp=3, comm="allgather"), "convolved", "fp64"),
+    "convolved-halo-4": (mg.Plan(cp=4, comm="halo", checkpoint=True, shard=True), "convolved", "fp64"),
     "full-ring-pp": (mg.Plan(pp=2, cp=2, comm="ring", layers=(1, 2)), "full", "fp64"),
+    "convolved-ring-pp": (mg.Plan(pp=2, cp=2, comm="ring", layers=(2, 1)), "convolved", "fp64"),
     "ulysses": (mg.Plan(cp=2, comm="ulysses"), "cluster", "fp64"),
     "ulysses-ego": (mg.Plan(cp=2, comm="ulysses", num_microbatches=2, checkpoint=True, shard=True), "ego", "fp64"),
     "ulysses-graphormer": (mg.Plan(cp=2, comm="ulysses"), "graphormer", "fp32"),
     "ulysses-full": (mg.Plan(cp=2, comm="ulysses"), "full", "fp64"),
     "ulysses-4": (mg.Plan(cp=4, comm="ulysses", shard=True), "cluster", "fp64"),
-    "ulysses-full-4": (mg.Plan(cp=4, comm="ulysses", checkpoint=True), "full", "fp64"),
+    "ulysses-convolved-4": (mg.Plan(cp=4, comm="ulysses", checkpoint=True), "convolved", "fp64"),
     "ulysses-pp": (
         mg.Plan(pp=2, cp=2, comm="ulysses", layers=(1, 2), num_microbatches=2, schedule="1f1b"), "ego", "fp64"
     ),
 }  # fmt: skip
-GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2, "labels": 0, "full": 1}
-OF_CLUSTERS = ("cluster", "labels")
+GLOBAL_TOKENS = {"ego": 2, "cluster": 0, "graphormer": 1, "learned": 2, "labels": 0, "full": 1, "convolved": 1}
+OF_CLUSTERS, OF_ALL = ("cluster", "labels"), ("full", "convolved")
 MIXED_PRECISION = [(layout, BATCHINGS[i % 2]) for i, layout in enumerate(LAYOUTS)]
 MIXED_PRECISION += [((2, 1, 1), "learned"), ((1, 1, 2), "graphormer")]
 CLIP_NORM = 0.1
@@ -147,12 +148,12 @@ def plan_of(layout: tuple[int, int, int], *, shard: bool = False) -> mg.Plan:
 
 
 def config_of(batching: str, dtype: str, dropout: float = 0.2, layers: int = NUM_LAYERS) -> mg.TrainConfig:
-    kind = "cluster" if batching in OF_CLUSTERS else "full" if batching == "full" else "ego"
+    kind = "cluster" if batching in OF_CLUSTERS else "full" if batching in OF_ALL else "ego"
     return mg.TrainConfig(
         model="graphormer" if batching == "graphormer" else "hierarchical",
         embedding="learned" if batching == "learned" else "features",
         bias="bucket" if batching == "learned" else "auto",
-        batching=kind, top=4, dtype=dtype, layers=layers, dim=16,
+        batching=kind, top=4, convolution=batching == "convolved", dtype=dtype, layers=layers, dim=16,
         ffn_dim=24, heads=4, channels=3, global_tokens=GLOBAL_TOKENS[batching], max_distance=3,
         dropout=dropout, input_dropout=dropout, attention_dropout=dropout,
         batch_size=4 if kind == "cluster" else 8, samples=2, sample_nodes=10, device="cpu",

@@ -173,6 +173,24 @@ def test_bytes_of_listed_pairs():
     assert got == pytest.approx([4 * 3 * num + 2 * halo + data + halo + 5 / 2 * 3 * 4], rel=1e-12)
 
 
+@pytest.mark.parametrize("comm", ["ring", "halo"])
+def test_a_convolution_of_two_ranks(comm):
+    """Another product of 4 rows, a layer's weight, and 2 nodes * 4 channels * 4 bytes that arrive, and as many of their
+    gradients; the lists of 6 pairs and 4 rows once more, and weights."""
+    plan, config = mg.Plan(cp=2, comm=comm), replace(ONE_LAYER, convolution=True)
+    cost = cost_model({way: {"layer.product": 1.0, "pair.score": 1e6} for way in ("forward", "backward")})
+    more = cost.step_seconds(config, plan, LISTED) - cost.step_seconds(ONE_LAYER, plan, LISTED)
+    assert more == pytest.approx(2 * 4 * 4 * 4)
+    cost = cost_model({way: {"pair.score": 1e6} for way in ("forward", "backward")}, {"transfer.byte": 1.0})
+    more = cost.step_seconds(config, plan, LISTED) - cost.step_seconds(ONE_LAYER, plan, LISTED)
+    assert more == pytest.approx(2 * 2 * 4 * 4)
+    free, weight = cost_model(), 4 * 4
+    (more,) = (a - b for a, b in zip(*(free.memory_bytes(x, plan, LISTED) for x in (config, ONE_LAYER)), strict=True))
+    assert more == pytest.approx(5 * 4 * weight + 16 * (6 + 4))  # moments, gradients and the buckets of those
+    counted = [sum(p.numel() for p in HierarchicalGT(x).parameters()) for x in (config, ONE_LAYER)]
+    assert counted[0] - counted[1] == weight
+
+
 def test_rows_that_ranks_name():
     assert [LISTED.halo_of(ranks) for ranks in (1, 2, 3, 4)] == [0, 2, 4, 4.5]  # no more than others have
     assert LISTED.halo_of(5) == pytest.approx(6 * 4 / 5)  # nobody has counted

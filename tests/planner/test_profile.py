@@ -138,12 +138,14 @@ def test_a_profile_that_is_old_or_predicts_nothing_is_measured_again(tmp_path, m
     assert profile(CONFIG, WORKLOAD, **arguments) != rows
 
 
-def test_profile_of_listed_pairs(tmp_path):
+# in the smallest sizes weights are most of the peak, the more with those of a convolution
+@pytest.mark.parametrize(("convolution", "tolerance"), [(False, 0.05), (True, 0.1)])
+def test_profile_of_listed_pairs(convolution, tolerance):
     """What is measured of parts of a graph says what all of it takes; the peak is that of an observer."""
     workload = mg.planner.Workload(
         batch_sequences=1, num_nodes=600, num_super=3, num_targets=600, pairs=3000, halo=(40, 70, 90)
     )
-    config = replace(CONFIG, bias="bucket", bias_size=6)
+    config = replace(CONFIG, bias="bucket", bias_size=6, convolution=convolution)
     points = design(config, workload, torch.device("cpu"))
     assert {point.pairs // (point.nodes - 3) for point in points} == {5, 20}
     assert {point.nodes for point in points} == {20 + 3, 37 + 3, 150 + 3}
@@ -153,7 +155,9 @@ def test_profile_of_listed_pairs(tmp_path):
     assert cost.workload == workload and "tokens = 603 is outside" in cost.extrapolated(config, mg.Plan())[0]
     whole = Point(sequences=1, nodes=603, config=config, targets=600, feature_rows=603, num_super=3, pairs=3000)
     observed = observe_memory(whole, torch.device("cpu"))["peak_bytes"]
-    assert cost.memory_bytes(config, mg.Plan()) == pytest.approx([observed * cost.memory["process.byte"]], rel=0.05)
+    assert cost.memory_bytes(config, mg.Plan()) == pytest.approx(
+        [observed * cost.memory["process.byte"]], rel=tolerance
+    )
     assert mg.planner.search(cost, config, 2, 2**30).best.plan.num_microbatches == 1
 
 

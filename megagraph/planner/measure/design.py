@@ -11,6 +11,7 @@ from torch import Tensor
 from megagraph.attention.bias import BorderedData, aligned_rows
 from megagraph.attention.dropout import dropout_keys
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.neighbours import Neighbours
 from megagraph.attention.relation import Relation
 from megagraph.data.structure import PADDING
 from megagraph.models.config import ModelConfig, ModelName
@@ -60,7 +61,7 @@ class Point:
         config, columns, listed = self.config, float(self.nodes), {}
         if self.pairs:
             columns = listed_scores(self.nodes - self.num_super, self.num_super, self.pairs) / self.nodes
-            listed = {"num_super": self.num_super, "pairs": self.pairs}
+            listed = {"num_super": self.num_super, "pairs": self.pairs, "convolution": int(config.convolution)}
         return {
             **listed,
             "sequences": self.sequences,
@@ -208,6 +209,11 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     moved: dict[str, Any] = {name: x.to(device) for name, x in inputs.items()}
     structure = structure.to(device)
     moved["structure"] = aligned_rows(structure) if isinstance(structure, Tensor) else structure  # as batches have it
+    if config.convolution:
+        assert isinstance(structure, BorderedData)
+        own, weights = structure.relation, torch.rand(len(structure.index), generator=generator)
+        lists = {name: x.clone() for name, x in own.lists.items()}  # a batch has others
+        moved["neighbours"] = Neighbours(Relation(**lists, num_columns=own.num_columns), weights.to(device))
     return moved | {"num_targets": point.targets, "layout": layout}
 
 

@@ -124,8 +124,10 @@ def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str,
 
 
 def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
-    structure = inputs["structure"]
+    structure, neighbours = inputs["structure"], inputs.get("neighbours")
     found = [x for x in inputs.values() if isinstance(x, Tensor)]
     if isinstance(structure, BorderedData):
         found += [structure.index, structure.super_columns, structure.super_rows, *structure.relation.lists.values()]
+    if neighbours is not None:
+        found += [neighbours.weights, *neighbours.relation.lists.values()]
     return found
