@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     import torch  # takes longer to import than to say what a flag means
 
 AUTO = Path("auto")
-Part = Literal[
-    "bias", "initial", "features", "super_nodes", "global_token", "convolution", "samples"
-]  # that a model may do without
+# that a model may do without
+Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "convolution", "samples"]
 LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not depend on
     "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
     "shard",
@@ -104,7 +103,7 @@ class TrainConfig:
     """Probability to drop an attention weight."""
 
     convolution: bool = ModelConfig.convolution
-    """Beside attention every layer has a graph convolution, GCN's mean of a node's neighbours; for full batches."""
+    """Beside attention every layer has a graph convolution, GCN's sum over a node's neighbours; for full batches."""
     propagate: int = BatchOptions.propagate
     """Beside a node's features those of its surroundings, averaged once, twice, ... so many times."""
     degree_input: bool = BatchOptions.degree_input

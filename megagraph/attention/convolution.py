@@ -1,5 +1,4 @@
-"""A graph convolution of nodes that are spread over ranks: the mean of neighbours that GCN takes (Kipf and Welling,
-2017).
+"""A graph convolution of nodes that are spread over ranks: GCN's sum over neighbours (Kipf and Welling, 2017).
 
 A~ is symmetric, so that backward is forward: a rank receives the rows that its own name, of x or of gradients, and
 multiplies them by its rows of A~.
@@ -72,6 +71,6 @@ def _product(own: Neighbours, x: Tensor) -> Tensor:
 
         return multiply(relation.row_starts, relation.columns, own.weights, wide).to(x.dtype)
     lists, size = (relation.row_starts.int(), relation.columns), (len(relation.row_starts) - 1, relation.num_columns)
-    return (torch.sparse_csr_tensor(*lists, own.weights.to(wide.dtype), size, check_invariants=False) @ wide).to(
-        x.dtype
-    )
+    matrix = torch.sparse_csr_tensor(*lists, own.weights.to(wide.dtype), size, check_invariants=False)
+    with torch.autocast(x.device.type, enabled=False):
+        return (matrix @ wide).to(x.dtype)

@@ -54,7 +54,7 @@ class Context:
 class GraphTransformerLayer(nn.Module):
     """Pre-LN layer: x += Drop(Attention(LN(x))); x += Drop(FFN(LN(x))), FFN = Linear, GELU, Linear.
 
-    With ``config.convolution`` regular nodes have A~ W LN(x) beside Attention(LN(x)), GCN's mean of neighbours.
+    With ``config.convolution`` regular nodes have A~ W LN(x) beside Attention(LN(x)), GCN's sum over neighbours.
 
     The structure of the batch (adjacency channels or distance buckets) is shared by all layers; each layer owns the
     weight [H, C] or table [H, R] that turns it into its bias, in units of ``config.bias_unit``.
@@ -141,8 +141,8 @@ class GraphTransformerLayer(nn.Module):
         layout, mesh = context.layout, self.attention.mesh
         assert context.neighbours is not None
         exchange = None if mesh is None or layout.world_size == 1 else make_exchange(mesh, x.device)
-        (mean,) = convolve(exchange, [layout], [context.neighbours], [weight(x[0, : layout.block_size])])
-        return mean[None]
+        (sums,) = convolve(exchange, [layout], [context.neighbours], [weight(x[0, : layout.block_size])])
+        return sums[None]
 
     def _cheap(self, function: nn.Module, x: Tensor) -> AbstractContextManager[Tensor]:
         """function(x), which what reads it does not keep for backward; a layer that is computed again keeps nothing."""

@@ -289,7 +289,7 @@ def test_neighbours_in_a_partition_are_those_of_its_own_graph(graph):
 
 
 @pytest.mark.parametrize("model", ["hierarchical", "graphormer"])
-def test_a_convolution_adds_the_mean_of_neighbours_to_attention(graph, model, tmp_path):
+def test_a_convolution_adds_a_sum_over_neighbours_to_attention(graph, model, tmp_path):
     config = mg.TrainConfig(**SMALL, model=model, dtype="fp64", convolution=True, out=tmp_path / "run")
     builder = batches(config, graph)
     _, batch = the_batch(builder)
