@@ -1,5 +1,6 @@
 """Accuracy on real graphs, all systems tuned alike: ours with and without structure in its bias, Graphormer, GCN,
-GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN, GraphGPS and NodeFormer, too.
+GraphSAGE, GAT, SGFormer, Polynormer; on two graphs Cluster-GCN, GraphGPS and NodeFormer, too, and on two ours with a
+convolution beside attention, with and without structure in its bias.
 
     python -m bench.paper.accuracy plan                             # what is to be trained, and the hours it may take
     python -m bench.paper.accuracy tuned --root DATA                # what the tuned graphs are like
@@ -32,6 +33,8 @@ from bench.paper.baselines import EVERY, train
 from bench.paper.trials import (
     BASELINES,
     COMPARED,
+    CONVOLVED,
+    FOLLOWERS,
     MORE_BASELINES,
     OURS,
     PARTITIONED,
@@ -75,7 +78,7 @@ def partitions_of(row: dict[str, Any]) -> int:
 
 
 def pieces(name: str) -> list[Piece]:
-    """All of a set, tuning first. Graphormer has no trials of its own: it takes our settings."""
+    """All of a set, tuning first. ``FOLLOWERS`` have no trials of their own."""
     chosen = of_name(name)
     tuned = [system for system in chosen.systems if chosen.tuned and system in TRIALS]
     trials = [
@@ -135,13 +138,13 @@ def nearest(name: str, root: Path) -> str:
 
 def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
     """Its settings, ``None`` while tuning is not done, and the name of the set that they were tuned on."""
-    system = "megagraph" if piece.system == "graphormer" else piece.system
+    system = "megagraph" if piece.system in FOLLOWERS else piece.system
     if piece.trial is not None:
         return TRIALS[system][piece.trial], piece.set
     of = nearest(piece.set, root)
     if (best := best_trial(of, system)) is None:
         return None, of
-    settings = TRIALS[system][best]
+    settings = TRIALS[system][best] | FOLLOWERS.get(piece.system, {})
     if piece.partitions > 1:
         settings = settings | {"partitions": piece.partitions} | ({"evaluate_every": EVERY} if system in OURS else {})
     return settings, of
@@ -212,7 +215,7 @@ def _packed(array: np.ndarray) -> str:
 def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> dict[str, Any]:
     chosen = of_name(piece.set)
     graph, split = graph_of(piece.set, root, piece.seed)
-    if piece.system in OURS:
+    if piece.system in (*OURS, *CONVOLVED):
         row = ours(piece, settings, graph, split, root)
     else:
         given = {name: value for name, value in settings.items() if name != "partitions"}
@@ -229,9 +232,12 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
 
 
 def run(
-    root: Path, sets: tuple[str, ...] = COMPARED, systems: tuple[str, ...] = (*BASELINES, *OURS, *MORE_BASELINES),
-    minutes: float = 20.0, part: str = "0/1",
-) -> None:  # fmt: skip
+    root: Path,
+    sets: tuple[str, ...] = COMPARED,
+    systems: tuple[str, ...] = (*BASELINES, *OURS, *MORE_BASELINES, *CONVOLVED),
+    minutes: float = 20.0,
+    part: str = "0/1",
+) -> None:
     """Train what has no row, until the time is over.
 
     Args:

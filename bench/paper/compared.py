@@ -2,7 +2,8 @@
 bench/results/cpu/accuracy/judgement.json, which docs/accuracy.md is held to.
 
 Of every graph that has rows: the systems that have all their seeds, and others so far; ours against the same model with
-the bias of other nodes; against GCN; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes,
+the bias of other nodes; with a convolution against without, and there against the same with the bias of other nodes;
+against GCN; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes,
 once all three have theirs.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 import tyro
 
 from bench.paper.accuracy import partitions_of, pieces, rows_of
-from bench.paper.trials import COMPARED, of_name
+from bench.paper.trials import COMPARED, CONVOLVED, of_name
 from bench.provenance import RESULTS, write_judgement
 from megagraph.objective import roc_auc
 
@@ -99,6 +100,10 @@ def compared(name: str) -> dict[str, Any]:
     validation = {system: _mean(rows, "best_val") for system, rows in systems.items()}
     if {"megagraph", "megagraph-unbiased"} <= systems.keys():
         found["structure"] = _against(name, "megagraph-unbiased") | _learned(systems["megagraph"])
+    if {"megagraph", *CONVOLVED} <= systems.keys():
+        one, other = CONVOLVED
+        found["convolution"] = _against(name, "megagraph", one)
+        found["structure_beside_convolution"] = _against(name, other, one)
     if {"megagraph", "gcn"} <= systems.keys():
         found["gcn"] = _against(name, "gcn")
     if {"megagraph", *CLASSIC} <= systems.keys():
@@ -116,8 +121,8 @@ def _spread(rows: list[dict[str, Any]]) -> list[float]:
     return [100 * _mean(rows, "test"), 100 * float(deviation)]
 
 
-def _against(name: str, other: str) -> dict[str, Any]:
-    found = difference(name, "megagraph", other)
+def _against(name: str, other: str, one: str = "megagraph") -> dict[str, Any]:
+    found = difference(name, one, other)
     assert found is not None, "both have all their seeds"
     return {"against": other, "points": found[0], "interval": list(found[1:])}
 
@@ -140,14 +145,20 @@ def show(name: str, found: dict[str, Any]) -> None:
         mean, deviation = _spread(rows)
         on = f", steps on {n} partitions" if (n := partitions_of(rows[0])) > 1 else ""
         print(
-            f"  {system:18} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
+            f"  {system:28} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
             f"validation {100 * _mean(rows, 'best_val'):5.2f}, settings of {rows[0]['tuned_on']}{on}"
         )
     verdicts = [found[kind] for kind in ("structure", "gcn", "baseline") if kind in found]
     for verdict in {verdict["against"]: verdict for verdict in verdicts}.values():
-        print("  megagraph - {}: {:+.2f} [{:+.2f}, {:+.2f}] points".format(
-            verdict["against"], verdict["points"], *verdict["interval"]
-        ))  # fmt: skip
+        _show_difference("megagraph", verdict)
+    for kind in ("convolution", "structure_beside_convolution"):
+        if kind in found:
+            _show_difference(CONVOLVED[0], found[kind])
+
+
+def _show_difference(one: str, verdict: dict[str, Any]) -> None:
+    text = "  {} - {}: {:+.2f} [{:+.2f}, {:+.2f}] points"
+    print(text.format(one, verdict["against"], verdict["points"], *verdict["interval"]))
 
 
 def main() -> None:

@@ -131,13 +131,15 @@ def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results,
     assert compared.difference("cora", "megagraph", "sage") is None
 
 
-@pytest.mark.parametrize("name", ["pubmed", "photo"])  # of the plan, and a graph that is not
+@pytest.mark.parametrize("name", ["pubmed", "computers", "photo"])  # of the plan, with convolutions, and of neither
 def test_ours_is_compared_with_who_is_best_on_validation_once_all_have_their_seeds(results, monkeypatch, name):
     """GAT is, though GCN is better on test nodes; two systems lack a seed."""
     monkeypatch.setattr(compared, "RESAMPLES", 100)
     bias = {"bias_changed_classes": 0.1, "bias_correlation": 0.9, "bias_norm": 2.8, "bias_start_norm": 2.7}
     of = {"megagraph": (0.70, 6, bias), "megagraph-unbiased": (0.7, 5, bias), "gcn": (0.75, 7, {})}
     of |= {"sage": (0.5, 2, {}), "gat": (0.8, 4, {}), "graphormer": (0.9, 8, {})}
+    if name == "computers":
+        of |= {"megagraph-convolved": (0.7, 9, bias), "megagraph-convolved-unbiased": (0.7, 3, bias)}
 
     def write(seed, *systems):
         for system in systems:
@@ -158,9 +160,14 @@ def test_ours_is_compared_with_who_is_best_on_validation_once_all_have_their_see
     assert "baseline" not in compared.compared(name)
     write(5, "sage")
     found = compared.compared(name)
-    assert {system: mean for system, (mean, _) in found["tests"].items()} == pytest.approx(
-        {"megagraph": 60, "megagraph-unbiased": 50, "gcn": 70, "sage": 20, "gat": 40}
-    )
+    means = {"megagraph": 60, "megagraph-unbiased": 50, "gcn": 70, "sage": 20, "gat": 40}
+    if name == "computers":
+        means |= {"megagraph-convolved": 90, "megagraph-convolved-unbiased": 30}
+        beside = [found[kind] for kind in ("convolution", "structure_beside_convolution")]
+        assert [(x["against"], round(x["points"], 6)) for x in beside] == [
+            ("megagraph", 30), ("megagraph-convolved-unbiased", 60)
+        ]  # fmt: skip
+    assert {system: mean for system, (mean, _) in found["tests"].items()} == pytest.approx(means)
     assert (found["structure"]["against"], found["structure"]["points"]) == ("megagraph-unbiased", pytest.approx(10))
     assert (found["baseline"]["against"], found["baseline"]["points"]) == ("gat", pytest.approx(20))
     assert (found["gcn"]["against"], found["gcn"]["points"]) == ("gcn", pytest.approx(-10))
@@ -228,23 +235,25 @@ def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tm
     arguments = dict(root=tmp_path, sets=("small",), minutes=5.0)
     accuracy.run(**arguments, systems=("gcn",), part="1/2")
     assert [(row["trial"], row["seed"]) for row in accuracy.rows_of("small")] == [(1, 0)]
-    systems = ("gcn", "megagraph", "megagraph-unbiased", "graphormer")
+    systems = ("gcn", "megagraph", "megagraph-unbiased", "graphormer", "megagraph-convolved-unbiased")
+    monkeypatch.setitem(trials.SETS, "small", small := replace(small, systems=systems))
     for _ in range(2):
         accuracy.run(**arguments, systems=systems)
     rows = accuracy.rows_of("small")
-    assert len(rows) == 8 and len({(row["system"], row["trial"], row["seed"]) for row in rows}) == 8
+    assert len(rows) == 9 and len({(row["system"], row["trial"], row["seed"]) for row in rows}) == 9
     of_report = [row for row in rows if row["trial"] is None]
     assert {row["system"] for row in of_report} == set(systems) and all(row["test_nodes"] == 40 for row in of_report)
     for row in of_report:
         assert np.isclose(compared.measured_by(row)(np.arange(40)), row["test"])
-        assert row["tuned_on"] == "small" and row["settings"] in two.get(row["system"], two["megagraph"])
+        expected = two.get(row["system"], [two["megagraph"][0] | trials.FOLLOWERS.get(row["system"], {})])
+        assert row["tuned_on"] == "small" and row["settings"] in expected
     compared.show("small", compared.compared("small"))
     table = capsys.readouterr().out
     assert "megagraph - megagraph-unbiased" in table and "graphormer" in table
     monkeypatch.setitem(trials.SETS, "small", replace(small, partitions=2, partition_epochs=4))
     for _ in range(2):
         accuracy.run(**arguments, systems=("gcn", "megagraph"))
-    more = accuracy.rows_of("small")[8:]
+    more = accuracy.rows_of("small")[9:]
     assert [(row["system"], accuracy.partitions_of(row), row["seed"]) for row in more] == [
         ("gcn", 2, 1), ("megagraph", 2, 1)
     ]  # fmt: skip
