@@ -77,6 +77,7 @@ def readme(at: At) -> Iterator[str]:
     yield f"{by(at('cpu/package.json'), what='megagraph')['value']:.0f} MB with torch"
 
 
+CONVOLVED = ("megagraph-convolved", "megagraph-convolved-unbiased")
 SYSTEMS = {
     "megagraph": "HierarchicalGT",
     "megagraph-unbiased": "the same, its bias of other nodes",
@@ -142,6 +143,10 @@ def tuned_alike(at: At) -> Iterator[str]:
         correlation = " to ".join(f"{value:.2f}" for value in structure["bias_correlation"])
         yield f"| {called} | {ours} | {other} | {_difference(structure)} | {changed} | {correlation} |"
     yield f"Structure in the bias pays on {worth(sets)[1]}"
+    for name in (name for name in SETS if "convolution" in sets[name]):
+        ours, convolved, other = (_of_seeds(sets[name], system) for system in ("megagraph", *CONVOLVED))
+        adds, worth_beside = (_difference(sets[name][kind]) for kind in ("convolution", "structure_beside_convolution"))
+        yield f"| {SETS[name]} | {ours} | {convolved} | {adds} | {other} | {worth_beside} |"
     intervals = []
     for name, called in SETS.items():
         if (baseline := sets[name].get("baseline")) is not None:
