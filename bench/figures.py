@@ -35,6 +35,7 @@ from bench.paper.figures import (
     shared_sequence,
     ways,
 )
+from bench.paper.trials import CONVOLVED
 
 SHAPES = ((8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32))
 PEERS = {"sdpa_efficient": "SDPA efficient", "flex_attention": "FlexAttention", "jax_cudnn": "JAX, cuDNN"}
@@ -77,7 +78,6 @@ def readme(at: At) -> Iterator[str]:
     yield f"{by(at('cpu/package.json'), what='megagraph')['value']:.0f} MB with torch"
 
 
-CONVOLVED = ("megagraph-convolved", "megagraph-convolved-unbiased")
 SYSTEMS = {
     "megagraph": "HierarchicalGT",
     "megagraph-unbiased": "the same, its bias of other nodes",
