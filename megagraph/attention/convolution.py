@@ -35,7 +35,7 @@ def convolve(
     regular = [replace(layout, num_super=0) for layout in layouts]
     plans = halo.plan(exchange, regular, [own.relation for own in neighbours])
     going, coming = [plan.going for plan in plans], [plan.coming for plan in plans]
-    local = [Neighbours(plan.relation, own.weights[plan.pairs]) for plan, own in zip(plans, neighbours, strict=True)]
+    local = [Neighbours(plan.relation, plan.ordered(own.weights)) for plan, own in zip(plans, neighbours, strict=True)]
 
     def multiply(xs: Sequence[Tensor]) -> list[Tensor]:
         leaving = [x[torch.cat(plan.rows)] for x, plan in zip(xs, plans, strict=True)]

@@ -55,15 +55,19 @@ class Halo:
         num_halo = sum(self.coming)
         return [(0, self.relation.num_columns - num_halo, num_halo)]
 
+    def ordered(self, data: Tensor) -> Tensor:
+        """Data [P, ...] of the rank's pairs, as these follow here; kept until it changes."""
+        version, ordered = self._ordered.get(data, (-1, data))
+        if version != data._version:
+            ordered = data[self.pairs]
+            self._ordered[data] = (data._version, ordered)
+        return ordered
+
     def step(self, step: Step) -> Step:
         """A step in the rank's own columns; a dense learned part is left as it is."""
         data, padding = step.data, step.key_padding_mask
         if data is not None:
-            version, ordered = self._ordered.get(data, (-1, data))
-            if version != data._version:
-                ordered = data[self.pairs]
-                self._ordered[data] = (data._version, ordered)
-            data = ordered
+            data = self.ordered(data)
         if padding is not None:
             padding = padding[:, self.column_ids.long().clamp(max=padding.shape[1] - 1)]
         return step.but(data=data, key_padding_mask=padding, column_ids=self.column_ids, **self.relation.lists)

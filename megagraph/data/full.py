@@ -104,11 +104,13 @@ class FullBatches(Builder):
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp, cuts)
 
     def num_bytes(self, batch_size: int, share: Share) -> int:
+        num_bytes = super().num_bytes(batch_size, share)
+        if not self._tells_neighbours:
+            return num_bytes
         layout = self.layout(self.num_regular, self.sequence_nodes - self.num_regular, share)
         own = self.order[layout.block().start : layout.block().stop]
         degrees = self.graph.indptr[own + 1] - self.graph.indptr[own]
-        neighbours = _NEIGHBOUR_BYTES * int((degrees + 1).sum()) if self._tells_neighbours else 0
-        return super().num_bytes(batch_size, share) + neighbours
+        return num_bytes + _NEIGHBOUR_BYTES * int((degrees + 1).sum())
 
     def slots(self, regular: np.ndarray) -> np.ndarray:
         """Of the regular nodes [1, N'] of a batch, int64 [N'], ascending."""
