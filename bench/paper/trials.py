@@ -97,7 +97,7 @@ SETS: dict[str, Set] = {
         epochs=120,
         seeds=3,
         partitions=8,
-        partition_epochs=200,
+        partition_epochs=280,
     ),
     # only to see that the baselines are as good here as where they were published
     **{
