@@ -160,6 +160,9 @@ def tuned_alike(at: At) -> Iterator[str]:
     on_parts = " and ".join(SYSTEMS[name] for name in ("megagraph", "gcn", "sage", "gat") if name in steps)
     yield f"wordnet30's {on_parts} took steps on {steps['megagraph']} partitions"
     yield f"By these intervals ours is ahead on {ahead} and behind on {behind} of the {len(intervals)}"
+    outdated = [called for name, called in SETS.items() if "megagraph" in sets[name]["outdated"]]
+    if outdated:
+        yield f"Ours on {' and '.join(outdated)} has settings that were chosen before"
     debian12 = sets["debian12"]["so_far"] | sets["debian12"]["tests"]
     systems = ("gat", "megagraph", "gcn", "sage")
     yield "{:.1f} %, where ours has {:.1f}, GCN {:.1f} and GraphSAGE {:.1f}".format(*(debian12[x][0] for x in systems))

@@ -138,16 +138,21 @@ def nearest(name: str, root: Path) -> str:
 
 def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
     """Its settings, ``None`` while tuning is not done, and the name of the set that they were tuned on."""
+    of = piece.set if piece.trial is not None else nearest(piece.set, root)
+    return settings_by(of, piece), of
+
+
+def settings_by(of: str, piece: Piece) -> dict[str, Any] | None:
+    """Its settings, tuned on ``of``; ``None`` while that is not done."""
     system = "megagraph" if piece.system in FOLLOWERS else piece.system
     if piece.trial is not None:
-        return TRIALS[system][piece.trial], piece.set
-    of = nearest(piece.set, root)
+        return TRIALS[system][piece.trial]
     if (best := best_trial(of, system)) is None:
-        return None, of
+        return None
     settings = TRIALS[system][best] | FOLLOWERS.get(piece.system, {})
     if piece.partitions > 1:
         settings = settings | {"partitions": piece.partitions} | ({"evaluate_every": EVERY} if system in OURS else {})
-    return settings, of
+    return settings
 
 
 def best_trial(name: str, system: str) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from bench.paper.accuracy import partitions_of, pieces, rows_of
+from bench.paper.accuracy import Piece, partitions_of, pieces, rows_of, settings_by
 from bench.paper.trials import COMPARED, CONVOLVED, of_name
 from bench.provenance import RESULTS, write_judgement
 from megagraph.objective import roc_auc
@@ -47,6 +47,14 @@ def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
         return len(rows), float(np.mean([row["best_val"] for row in rows.values()])) if rows else 0.0
 
     return max(found.values(), key=merit)
+
+
+def are_outdated(rows: list[dict[str, Any]]) -> bool:
+    """Whether reports of a system are of other settings than those that its trials choose today."""
+    first = rows[0]
+    piece = Piece(first["set"], first["system"], None, first["seed"], partitions_of(first))
+    now = settings_by(first["tuned_on"], piece)
+    return any(row["settings"] != now for row in rows)
 
 
 def difference(name: str, one: str, other: str) -> tuple[float, float, float] | None:
@@ -97,6 +105,7 @@ def compared(name: str) -> dict[str, Any]:
         if system not in systems and (rows := reported(name, system))
     }
     found["partitions"] = {system: n for system, rows in systems.items() if (n := partitions_of(rows[0])) > 1}
+    found["outdated"] = [system for system, rows in systems.items() if are_outdated(rows)]
     validation = {system: _mean(rows, "best_val") for system, rows in systems.items()}
     if {"megagraph", "megagraph-unbiased"} <= systems.keys():
         found["structure"] = _against(name, "megagraph-unbiased") | _learned(systems["megagraph"])
@@ -144,6 +153,7 @@ def show(name: str, found: dict[str, Any]) -> None:
             continue
         mean, deviation = _spread(rows)
         on = f", steps on {n} partitions" if (n := partitions_of(rows[0])) > 1 else ""
+        on += ", not those chosen today" if are_outdated(rows) else ""
         print(
             f"  {system:28} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
             f"validation {100 * _mean(rows, 'best_val'):5.2f}, settings of {rows[0]['tuned_on']}{on}"

@@ -4,9 +4,9 @@ Six trials a system, the same on every tuned set: for graph networks from the ra
 SGFormer and Polynormer from those that their authors published, cut to what a CPU does in the seconds that all have.
 Put in later, in place of others: the first of GCN, GraphSAGE and GAT, as they were published, since without it they
 fell behind on the public splits; and five of ours, for weights by the widths of a layer, labels and degrees as input
-and more but narrower layers, found on validation nodes of seeds that are not reported. And steps on partitions, for ours and for
-GCN, GraphSAGE and GAT alike, where the seconds are enough for fewer than 200 of ours on the whole graph (first: than
-100), as validation nodes of the tuning seed said that these are too few.
+and more but narrower layers, found on validation nodes of seeds that are not reported. And steps on partitions, for
+ours and for GCN, GraphSAGE and GAT alike, where the seconds are enough for fewer than 200 of ours on the whole graph
+(first: than 100), as validation nodes of the tuning seed said that these are too few.
 """
 
 from __future__ import annotations

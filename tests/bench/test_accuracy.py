@@ -65,6 +65,8 @@ def test_the_trial_of_a_report_is_the_best_on_validation_within_the_time(results
                 file.write(json.dumps(old) + "\n" + json.dumps(own) + "\n")
     assert accuracy.best_trial("cora", "gcn") == 2
     assert accuracy.settings_of(Piece("cora", "gcn", None, 1), results) == (trials.TRIALS["gcn"][2], "cora")
+    one, other = (row("gcn", None, 1, 0.9, set="citeseer", settings=trials.TRIALS["gcn"][trial]) for trial in (2, 1))
+    assert not compared.are_outdated([one, one]) and compared.are_outdated([one, other])
     written = json.loads((results / "cpu/accuracy/cora.jsonl").read_text().splitlines()[0])
     assert written.keys() >= {"device", "torch", "commit", "tree", "sources"}
 
