@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,8 +34,9 @@ def evaluate(
     """How good a run's weights are on the validation and test nodes of its split, whole and without each of some parts.
 
     bias, initial: the learned part of the attention bias is zero, or as it was before training. features: those of all
-    nodes and super nodes are zero. super_nodes, global_token: nobody attends to super nodes, or to global tokens.
-    convolution: nobody has neighbours in it. samples: one sequence of a target (ego) in place of all.
+    nodes and super nodes are zero, labels among them. labels: no node's label is input. super_nodes, global_token:
+    nobody attends to super nodes, or to global tokens. convolution: nobody has neighbours in it. samples: one sequence
+    of a target (ego) in place of all.
 
     Args:
         run: run folder of ``Trainer.fit``.
@@ -56,6 +58,7 @@ def evaluate(
         raise ValueError(f"ablate must be some of {', '.join(get_args(Part))}, got {unknown[0]!r}")
     missing = {
         "initial": not model.bias_start and "its bias started at random",
+        "labels": not config.label_input and "its input has none",
         "global_token": config.global_tokens == 0 and "it has no global tokens",
         "convolution": not model.convolution and "its layers have none",
         "samples": (config.batching != "ego" or config.samples == 1) and "a target has one sequence already",
@@ -162,7 +165,8 @@ def _without(pipeline: Pipeline, part: str) -> Iterator[Callable[[Batch], Batch]
     for x in zeroed.values():
         x.copy_(torch.tensor(pipeline.config.bias_start)) if part == "initial" else x.zero_()
     try:
-        yield _CHANGES.get(part, lambda batch: batch)
+        changes = _CHANGES | {"labels": partial(_without_labels, classes=pipeline.config.num_classes)}
+        yield changes.get(part, lambda batch: batch)
     finally:
         # fully_shard may hold whole copies of them meanwhile, which it gives up where its state is asked for
         for name, x in (biases(pipeline) if part in ("bias", "initial") else zeroed).items():
@@ -171,6 +175,12 @@ def _without(pipeline: Pipeline, part: str) -> Iterator[Callable[[Batch], Batch]
 
 def _without_features(batch: Batch) -> Batch:
     return replace(batch, features=torch.zeros_like(batch.features))
+
+
+def _without_labels(batch: Batch, classes: int) -> Batch:
+    features = batch.features.clone()
+    features[:, -classes:] = 0
+    return replace(batch, features=features)
 
 
 def _without_columns(batch: Batch, start: int, stop: int) -> Batch:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 AUTO = Path("auto")
 # that a model may do without
-Part = Literal["bias", "initial", "features", "super_nodes", "global_token", "convolution", "samples"]
+Part = Literal["bias", "initial", "features", "labels", "super_nodes", "global_token", "convolution", "samples"]
 LAYOUT_FIELDS = (  # how the processes share the work, which the numbers do not depend on
     "plan", "shares", "stage_layers", "stages_per_rank", "microbatches", "schedule", "across", "checkpoint", "comm",
     "shard",

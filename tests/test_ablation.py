@@ -27,7 +27,11 @@ RUNS = {
     "buckets": dict(model="graphormer", super_nodes=3),
     "cluster": dict(batching="cluster", bias="projected", sequence_nodes=128, super_nodes=8, batch_size=2, epochs=5),
     "learned": dict(embedding="learned", epochs=3),
+    "full": dict(batching="full", label_input=0.5, super_nodes=2, global_tokens=0, epochs=60),
 }
+LACKS = {name: {"convolution", "labels"} for name in RUNS}
+LACKS["full"] = {"convolution", "samples", "global_token", "super_nodes"}  # the last: tests/data/test_full.py
+LACKS["cluster"] |= {"samples"}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,8 @@ def without(run, graph, part):
             inputs["features"] = table[batch.node_ids]
         if part == "features":
             inputs["features"] = 0 * inputs["features"]
+        if part == "labels":
+            inputs["features"] = torch.cat([batch.features[:, :16], torch.zeros(len(batch.features), 3)], dim=1)
         tokens = batch.num_nodes - config.global_tokens
         if part == "super_nodes":  # the sequence without these columns and rows
             keep = [*range(batch.layout.num_nodes), *range(tokens, batch.num_nodes)]
@@ -91,8 +97,7 @@ def without(run, graph, part):
 @pytest.mark.parametrize("name", RUNS)
 def test_without_a_part(runs, graph, name):
     folder, summary = runs[name]
-    lacks = ("convolution", "samples") if name == "cluster" else ("convolution",)
-    parts = [part for part in get_args(Part) if part not in lacks]
+    parts = [part for part in get_args(Part) if part not in LACKS[name]]
     results = evaluate(folder, graph, ablate=parts)
     run = Run.open(folder)
     split = choose_split(graph, run.config)
@@ -164,6 +169,7 @@ def test_a_picture_of_the_bias(runs, name, monkeypatch, capsys):
         ("ego", "heads", {}, "ablate must be some of bias, initial, .*, samples, got 'heads'"),
         ("cluster", "samples", {}, "without 'samples': a target has one sequence already"),
         ("ego", "samples", {"samples": 1}, "without 'samples': a target has one sequence already"),
+        ("ego", "labels", {}, "without 'labels': its input has none"),
     ],
 )
 def test_refused(runs, graph, name, part, changes, message):

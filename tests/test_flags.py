@@ -108,7 +108,8 @@ def test_a_file_gives_what_its_flags_give_and_those_of_the_command_line_win(call
 @pytest.mark.parametrize(
     ("name", "file", "more"),
     [
-        *((name, "full", {}) for name in ("pubmed", "computers")),
+        ("computers", "full", {}),
+        ("pubmed", "full", {"label_input": 0.5}),
         *((name, "full", {"partitions": 8, "evaluate_every": 4}) for name in ("wordnet30", "debian12")),
         ("tolokers", "full", {"propagate": 2}),
         *((name, "full-small", {}) for name in ("cora", "citeseer")),

@@ -95,9 +95,9 @@ def evaluate(
     Args:
         run: run folder of ``megagraph train``.
         ablate: parts to leave out, one at a time. bias: the learned part of the attention bias is zero; initial: it is
-            as before training; features: those of all nodes are zero; super_nodes, global_token: nobody attends to
-            super nodes, or to global tokens; convolution: nobody has neighbours in it; samples: one sequence of a
-            target in place of all.
+            as before training; features: those of all nodes are zero, labels among them; labels: no node's label is
+            input; super_nodes, global_token: nobody attends to super nodes, or to global tokens; convolution: nobody
+            has neighbours in it; samples: one sequence of a target in place of all.
     """
 
     def job() -> None:
