@@ -35,6 +35,7 @@ from bench.paper.trials import (
     COMPARED,
     CONVOLVED,
     FOLLOWERS,
+    LABELLED,
     MORE_BASELINES,
     OURS,
     PARTITIONED,
@@ -144,12 +145,12 @@ def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
 
 def settings_by(of: str, piece: Piece) -> dict[str, Any] | None:
     """Its settings, tuned on ``of``; ``None`` while that is not done."""
-    system = "megagraph" if piece.system in FOLLOWERS else piece.system
+    system, changes = FOLLOWERS.get(piece.system, (piece.system, {}))
     if piece.trial is not None:
         return TRIALS[system][piece.trial]
     if (best := best_trial(of, system)) is None:
         return None
-    settings = TRIALS[system][best] | FOLLOWERS.get(piece.system, {})
+    settings = TRIALS[system][best] | changes
     if piece.partitions > 1:
         settings = settings | {"partitions": piece.partitions} | ({"evaluate_every": EVERY} if system in OURS else {})
     return settings
@@ -226,8 +227,9 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
         given = {name: value for name, value in settings.items() if name != "partitions"}
         if piece.partitions > 1:  # dealt out anew every epoch, as ours are
             given |= {"clusters": PIECES * piece.partitions, "clusters_together": PIECES}
+        system, _ = FOLLOWERS.get(piece.system, (piece.system, {}))
         row, probabilities = train(
-            piece.system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds, **given
+            system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds, **given
         )
         if piece.trial is None:
             row |= outcome(probabilities, graph, split, chosen.metric)
@@ -239,7 +241,7 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
 def run(
     root: Path,
     sets: tuple[str, ...] = COMPARED,
-    systems: tuple[str, ...] = (*BASELINES, *OURS, *MORE_BASELINES, *CONVOLVED),
+    systems: tuple[str, ...] = (*BASELINES, *OURS, *MORE_BASELINES, *CONVOLVED, *LABELLED),
     minutes: float = 20.0,
     part: str = "0/1",
 ) -> None:

@@ -142,6 +142,7 @@ def train(
     local_epochs: int = 0,
     clusters: int = 1,
     clusters_together: int = 1,
+    label_input: float = 0.0,
     most_epochs: int = MOST_EPOCHS,
     **settings: Any,
 ) -> tuple[dict[str, Any], np.ndarray]:
@@ -151,6 +152,8 @@ def train(
         metric: ``accuracy`` or ``roc_auc``, by which the epoch is chosen.
         local_epochs: of Polynormer, before its global attention joins.
         clusters, clusters_together: into how many METIS cuts the graph, and of how many a step is (Cluster-GCN).
+        label_input: labels of this part of the training nodes, drawn every epoch, are input beside features, and the
+            loss is that of the others; in evaluation those of all of them (Shi et al., 2021).
         most_epochs: no more of them, of which every EVERY-th is looked at.
         settings: as of ``make``.
 
@@ -169,7 +172,8 @@ def train(
         x = AddRandomWalkPE(_WALK, attr_name=None)(Data(x, _pairs(graph.adjacency))).x
     if clusters > 1:
         settings["cached"] = False
-    network = make(baseline, (x.shape[1], hidden, graph.num_classes), settings)
+    wide = x.shape[1] + (graph.num_classes if label_input else 0)
+    network = make(baseline, (wide, hidden, graph.num_classes), settings)
     optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate, weight_decay=weight_decay)
     labels, known = torch.tensor(graph.labels), torch.zeros(graph.num_nodes, dtype=torch.bool)
     known[split.train] = True
@@ -191,6 +195,11 @@ def train(
             if found[3].any():
                 yield found
 
+    def told(features: Tensor, right: Tensor, shown: Tensor) -> Tensor:
+        """Features, and the labels of these nodes."""
+        columns = nn.functional.one_hot(right.clamp(min=0), graph.num_classes) * shown[:, None]
+        return torch.cat([features, columns], dim=1)
+
     best: dict[str, Any] = {"best_val": -1.0}
     of_best = np.empty(0)
     for epoch in range(most_epochs):
@@ -199,13 +208,17 @@ def train(
         network.train()
         for features, among, right, asked in batches():
             optimizer.zero_grad()
+            if label_input:
+                shown = asked & (torch.rand(len(asked)) < label_input)
+                features, asked = told(features, right, shown), asked & ~shown
             loss = nn.functional.cross_entropy(network(features, among)[asked], right[asked])
             (loss + getattr(network, "edge_loss", 0.0)).backward()
             optimizer.step()
         if epoch % EVERY == EVERY - 1:
             network.eval()
             with torch.no_grad():
-                probabilities = network(x, edges).softmax(dim=1).numpy()
+                inputs = told(x, labels, known) if label_input else x
+                probabilities = network(inputs, edges).softmax(dim=1).numpy()
             measured = measures(probabilities, graph.labels, split)
             if measured[f"val_{metric}"] > best["best_val"]:
                 best = {"best_val": measured[f"val_{metric}"], "test": measured[f"test_{metric}"], "best_epoch": epoch}

@@ -3,8 +3,8 @@ bench/results/cpu/accuracy/judgement.json, which docs/accuracy.md is held to.
 
 Of every graph that has rows: the systems that have all their seeds, and others so far; ours against the same model with
 the bias of other nodes; with a convolution against without, and there against the same with the bias of other nodes;
-against GCN; and against the one of GCN, GraphSAGE and GAT that is best on validation nodes,
-once all three have theirs.
+against GCN, and a GCN with labels among its input, too; and against the one of GCN, GraphSAGE and GAT that is best on
+validation nodes, once all three have theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import tyro
 
 from bench.paper.accuracy import Piece, partitions_of, pieces, rows_of, settings_by
-from bench.paper.trials import COMPARED, CONVOLVED, of_name
+from bench.paper.trials import COMPARED, CONVOLVED, LABELLED, of_name
 from bench.provenance import RESULTS, write_judgement
 from megagraph.objective import roc_auc
 
@@ -113,6 +113,9 @@ def compared(name: str) -> dict[str, Any]:
         one, other = CONVOLVED
         found["convolution"] = _against(name, "megagraph", one)
         found["structure_beside_convolution"] = _against(name, other, one)
+    if {"megagraph", "gcn", *LABELLED} <= systems.keys():
+        found["labels"] = _against(name, "gcn", *LABELLED)
+        found["gcn_with_labels"] = _against(name, *LABELLED)
     if {"megagraph", "gcn"} <= systems.keys():
         found["gcn"] = _against(name, "gcn")
     if {"megagraph", *CLASSIC} <= systems.keys():
@@ -158,12 +161,13 @@ def show(name: str, found: dict[str, Any]) -> None:
             f"  {system:28} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
             f"validation {100 * _mean(rows, 'best_val'):5.2f}, settings of {rows[0]['tuned_on']}{on}"
         )
-    verdicts = [found[kind] for kind in ("structure", "gcn", "baseline") if kind in found]
+    verdicts = [found[kind] for kind in ("structure", "gcn", "gcn_with_labels", "baseline") if kind in found]
     for verdict in {verdict["against"]: verdict for verdict in verdicts}.values():
         _show_difference("megagraph", verdict)
-    for kind in ("convolution", "structure_beside_convolution"):
+    pairs = {"convolution": CONVOLVED[0], "structure_beside_convolution": CONVOLVED[0], "labels": LABELLED[0]}
+    for kind, one in pairs.items():
         if kind in found:
-            _show_difference(CONVOLVED[0], found[kind])
+            _show_difference(one, found[kind])
 
 
 def _show_difference(one: str, verdict: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import provenance
-from bench.paper import accuracy, compared, trials
+from bench.paper import accuracy, baselines, compared, trials
 from bench.paper.accuracy import Piece
 from bench.paper.baselines import train
 from bench.paper.nodeformer import NodeFormerLayer
@@ -202,6 +202,31 @@ def test_baselines_learn_and_keep_to_their_time(baseline):
         assert found["stopped"] in ("seconds", "patience") and found["cpu_seconds"] < 20
 
 
+def test_labels_are_input_and_none_is_asked_for_at_once(monkeypatch):
+    """A network that sees nothing but a node's own label learns nothing from it."""
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3, 3))
+            self.seen = {True: [], False: []}
+
+        def forward(self, x, edges):
+            self.seen[self.training].append(x[:, -3:].detach())
+            return x[:, -3:] @ self.weight
+
+    network = Own()
+    monkeypatch.setattr(baselines, "make", lambda baseline, widths, settings: network)
+    graph = synthetic_graph(num_nodes=300, num_classes=3, in_features=4)
+    split, settings = random_split(graph.labels, 0), dict(hidden=8, learning_rate=0.1, weight_decay=0.0)
+    train("gcn", graph, split, seed=0, metric="accuracy", most_seconds=9, most_epochs=8, label_input=0.5, **settings)
+    assert not network.weight.any() and len(network.seen[True]) == 8
+    known = np.eye(3)[graph.labels] * np.isin(np.arange(300), split.train)[:, None]
+    assert all(np.array_equal(seen, known) for seen in network.seen[False])
+    for seen in network.seen[True]:
+        assert 0.35 < seen.sum() / known.sum() < 0.65 and (known - seen.numpy()).min() == 0
+
+
 def test_nodeformer_attends_to_all_nodes_and_knows_how_likely_an_edge_is():
     """With many random features: softmax over all, and a mean over edges."""
     torch.manual_seed(0)
@@ -247,7 +272,7 @@ def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tm
     assert {row["system"] for row in of_report} == set(systems) and all(row["test_nodes"] == 40 for row in of_report)
     for row in of_report:
         assert np.isclose(compared.measured_by(row)(np.arange(40)), row["test"])
-        expected = two.get(row["system"], [two["megagraph"][0] | trials.FOLLOWERS.get(row["system"], {})])
+        expected = two.get(row["system"], [two["megagraph"][0] | trials.FOLLOWERS.get(row["system"], ("", {}))[1]])
         assert row["tuned_on"] == "small" and row["settings"] in expected
     compared.show("small", compared.compared("small"))
     table = capsys.readouterr().out
