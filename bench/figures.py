@@ -35,7 +35,7 @@ from bench.paper.figures import (
     shared_sequence,
     ways,
 )
-from bench.paper.trials import CONVOLVED
+from bench.paper.trials import CONVOLVED, LABELLED
 
 SHAPES = ((8192, 8, 32, 8), (256, 32, 144, 4), (1, 8, 8192, 8), (1, 8, 8192, 64), (4, 16, 2048, 32))
 PEERS = {"sdpa_efficient": "SDPA efficient", "flex_attention": "FlexAttention", "jax_cudnn": "JAX, cuDNN"}
@@ -156,16 +156,18 @@ def tuned_alike(at: At) -> Iterator[str]:
     beside_gcn = {called: found["gcn"] for name, called in SETS.items() if "gcn" in (found := sets[name])}
     yield "Less a GCN alone: " + ", ".join(f"{called} {_difference(gcn)}" for called, gcn in beside_gcn.items())
     ahead, behind = sum(low > 0 for low, _ in intervals), sum(high < 0 for _, high in intervals)
-    steps = sets["wordnet30"]["partitions"]
-    on_parts = " and ".join(SYSTEMS[name] for name in ("megagraph", "gcn", "sage", "gat") if name in steps)
-    yield f"wordnet30's {on_parts} took steps on {steps['megagraph']} partitions"
+    for name in ("wordnet30", "debian12"):
+        steps = sets[name]["partitions"]
+        on_parts = " and ".join(SYSTEMS[system] for system in ("megagraph", "gcn", "sage", "gat") if system in steps)
+        yield f"{name}'s {on_parts} took steps on {steps['megagraph']} partitions"
     yield f"By these intervals ours is ahead on {ahead} and behind on {behind} of the {len(intervals)}"
     outdated = [called for name, called in SETS.items() if "megagraph" in sets[name]["outdated"]]
     if outdated:
         yield f"Ours on {' and '.join(outdated)} has settings that were chosen before"
-    debian12 = sets["debian12"]["so_far"] | sets["debian12"]["tests"]
-    systems = ("gat", "megagraph", "gcn", "sage")
-    yield "{:.1f} %, where ours has {:.1f}, GCN {:.1f} and GraphSAGE {:.1f}".format(*(debian12[x][0] for x in systems))
+    for name in (name for name in SETS if "labels" in sets[name]):
+        ours, gcn, labelled = (_of_seeds(sets[name], system) for system in ("megagraph", "gcn", *LABELLED))
+        differences = " | ".join(_difference(sets[name][kind]) for kind in ("labels", "gcn_with_labels"))
+        yield f"| {SETS[name]} | {ours} | {gcn} | {labelled} | {differences} |"
     for system, published in PUBLISHED.items():
         cells = [_of_seeds(sets[f"{name}-public"], system) + published[name] for name in ("cora", "citeseer")]
         yield f"| {SYSTEMS[system]} | {' | '.join(cells)} |"
