@@ -34,7 +34,6 @@ from bench.paper.trials import (
     BASELINES,
     COMPARED,
     CONVOLVED,
-    FOLLOWERS,
     LABELLED,
     MORE_BASELINES,
     OURS,
@@ -42,6 +41,7 @@ from bench.paper.trials import (
     SETS,
     TRIALS,
     TUNING_SEED,
+    leader,
     of_name,
     path_of,
 )
@@ -145,7 +145,7 @@ def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
 
 def settings_by(of: str, piece: Piece) -> dict[str, Any] | None:
     """Its settings, tuned on ``of``; ``None`` while that is not done."""
-    system, changes = FOLLOWERS.get(piece.system, (piece.system, {}))
+    system, changes = leader(piece.system)
     if piece.trial is not None:
         return TRIALS[system][piece.trial]
     if (best := best_trial(of, system)) is None:
@@ -221,13 +221,13 @@ def _packed(array: np.ndarray) -> str:
 def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> dict[str, Any]:
     chosen = of_name(piece.set)
     graph, split = graph_of(piece.set, root, piece.seed)
-    if piece.system in (*OURS, *CONVOLVED):
+    system, _ = leader(piece.system)
+    if system in OURS:
         row = ours(piece, settings, graph, split, root)
     else:
         given = {name: value for name, value in settings.items() if name != "partitions"}
         if piece.partitions > 1:  # dealt out anew every epoch, as ours are
             given |= {"clusters": PIECES * piece.partitions, "clusters_together": PIECES}
-        system, _ = FOLLOWERS.get(piece.system, (piece.system, {}))
         row, probabilities = train(
             system, graph, split, seed=piece.seed, metric=chosen.metric, most_seconds=chosen.most_seconds, **given
         )

@@ -96,16 +96,13 @@ def _bits(packed: str, count: int) -> np.ndarray:
 def compared(name: str) -> dict[str, Any]:
     """Of a set: means and standard deviations in percent, minutes of one core a training, differences in points with a
     95 % interval."""
-    systems = {system: [*reported(name, system).values()] for system in of_name(name).systems if is_done(name, system)}
+    begun = {system: [*rows.values()] for system in of_name(name).systems if (rows := reported(name, system))}
+    systems = {system: rows for system, rows in begun.items() if is_done(name, system)}
     found: dict[str, Any] = {"tests": {system: _spread(rows) for system, rows in systems.items()}}
     found["minutes"] = {system: _mean(rows, "cpu_seconds") / 60 for system, rows in systems.items()}
-    found["so_far"] = {
-        system: _spread([*rows.values()])
-        for system in of_name(name).systems
-        if system not in systems and (rows := reported(name, system))
-    }
+    found["so_far"] = {system: _spread(rows) for system, rows in begun.items() if system not in systems}
     found["partitions"] = {system: n for system, rows in systems.items() if (n := partitions_of(rows[0])) > 1}
-    found["outdated"] = [system for system, rows in systems.items() if are_outdated(rows)]
+    found["outdated"] = [system for system, rows in begun.items() if are_outdated(rows)]
     validation = {system: _mean(rows, "best_val") for system, rows in systems.items()}
     if {"megagraph", "megagraph-unbiased"} <= systems.keys():
         found["structure"] = _against(name, "megagraph-unbiased") | _learned(systems["megagraph"])
@@ -156,7 +153,7 @@ def show(name: str, found: dict[str, Any]) -> None:
             continue
         mean, deviation = _spread(rows)
         on = f", steps on {n} partitions" if (n := partitions_of(rows[0])) > 1 else ""
-        on += ", not those chosen today" if are_outdated(rows) else ""
+        on += ", not those chosen today" if system in found["outdated"] else ""
         print(
             f"  {system:28} test {mean:5.2f} +- {deviation:4.2f} ({len(rows)} seeds), "
             f"validation {100 * _mean(rows, 'best_val'):5.2f}, settings of {rows[0]['tuned_on']}{on}"

@@ -209,6 +209,11 @@ TRIALS: dict[str, list[dict[str, Any]]] = {
 TRIALS = sized(TRIALS, quick={name: trials[:1] for name, trials in TRIALS.items()})
 
 
+def leader(system: str) -> tuple[str, dict[str, Any]]:
+    """The system whose settings it takes, itself for most, and what is changed in them."""
+    return FOLLOWERS.get(system, (system, {}))
+
+
 # of Pei et al. (ICLR 2020) and of Platonov et al. (ICLR 2023), who measure those of two classes by ROC AUC
 _BY_RANK = ("minesweeper", "questions")
 _TEN_SPLITS = ("actor", "chameleon", "squirrel", "roman-empire", "amazon-ratings", *_BY_RANK)

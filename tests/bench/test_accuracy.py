@@ -272,7 +272,7 @@ def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tm
     assert {row["system"] for row in of_report} == set(systems) and all(row["test_nodes"] == 40 for row in of_report)
     for row in of_report:
         assert np.isclose(compared.measured_by(row)(np.arange(40)), row["test"])
-        expected = two.get(row["system"], [two["megagraph"][0] | trials.FOLLOWERS.get(row["system"], ("", {}))[1]])
+        expected = two.get(row["system"], [two["megagraph"][0] | trials.leader(row["system"])[1]])
         assert row["tuned_on"] == "small" and row["settings"] in expected
     compared.show("small", compared.compared("small"))
     table = capsys.readouterr().out
