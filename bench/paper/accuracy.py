@@ -89,10 +89,12 @@ def pieces(name: str) -> list[Piece]:
         for trial in range(len(TRIALS[system]))
     ]
     seeds = range(TUNING_SEED + 1, TUNING_SEED + 1 + chosen.seeds)
+    steps = {system: (1, chosen.partitions) for system in PARTITIONED if chosen.partitions > 1}
+    steps |= {system: (chosen.labelled_partitions,) for system in LABELLED}
     return trials + [
         Piece(name, system, None, seed, partitions)
         for system in chosen.systems
-        for partitions in ((1, chosen.partitions) if chosen.partitions > 1 and system in PARTITIONED else (1,))
+        for partitions in steps.get(system, (1,))
         for seed in seeds
     ]
 

@@ -106,6 +106,14 @@ def test_steps_on_partitions_count_where_all_seeds_have_them_and_validation_says
     assert found["tests"].keys() == {"gcn", "gat", "sgformer"} and found["so_far"] == {"sage": [50.0, 0.0]}
 
 
+def test_a_gcn_with_labels_takes_the_steps_that_count_for_a_gcn():
+    chosen = {name: settings for name, settings in trials.SETS.items() if {*trials.LABELLED} <= {*settings.systems}}
+    counted = {name: {accuracy.partitions_of(r) for r in compared.reported(name, "gcn").values()} for name in chosen}
+    assert counted == {name: {settings.labelled_partitions} for name, settings in chosen.items()}
+    own = [piece for name in chosen for piece in accuracy.pieces(name) if piece.system in trials.LABELLED]
+    assert {(piece.set, piece.partitions) for piece in own} == {("pubmed", 1), ("wordnet30", 8), ("debian12", 1)}
+
+
 @pytest.mark.parametrize("metric", ["accuracy", "roc_auc"])
 def test_a_difference_is_that_of_the_rows_and_its_interval_is_around_it(results, metric, monkeypatch):
     monkeypatch.setattr(compared, "RESAMPLES", 100)
