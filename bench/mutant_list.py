@@ -324,8 +324,8 @@ DRAWN = (
     Mutant(
         "finished",
         "megagraph/epochs.py",
-        "return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps",
-        "return self.batch == 1 and (self.epoch == self.config.epochs or self.step == self.total_steps",
+        "return self.batch == 0 and (self.epoch == self.config.epochs or self._no_more_steps",
+        "return self.batch == 1 and (self.epoch == self.config.epochs or self._no_more_steps",
     ),
 )
 MUTANTS = AUDITED + DRAWN

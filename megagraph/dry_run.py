@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megagraph import auto
@@ -35,9 +36,10 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         data: as for ``Trainer.fit``.
 
     Returns:
-        graph, model, parameters, sequence_nodes (N), sequences_of_an_epoch, steps_of_an_epoch, steps, plan, device,
-        preprocess_seconds, and, where this machine has a profile (of ``megagraph profile`` or ``--plan auto``) for such
-        a run, predicted_step_seconds and predicted_memory_bytes, or else, as no_prediction, why there are none.
+        graph, model, parameters, sequence_nodes (N), sequences_of_an_epoch, steps_of_an_epoch (of the first: batches
+        that hold training nodes), steps, plan, device, preprocess_seconds, and, where this machine has a profile (of
+        ``megagraph profile`` or ``--plan auto``) for such a run, predicted_step_seconds and predicted_memory_bytes, or
+        else, as no_prediction, why there are none.
 
     Raises:
         ValueError: as ``Trainer.fit``.
@@ -62,7 +64,10 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         loader: Any = make_loader(replace(config, workers=0), builder, split.train, shuffle=True).epoch(0)
         epoch = loader.sampler.items
         sequences = sum(len(item) for item, _ in epoch) * (config.samples if config.batching == "ego" else 1)
-        steps = config.epochs * len(epoch)
+        trained = np.zeros(graph.num_nodes, bool)
+        trained[split.train] = True
+        steps_of_epoch = sum(bool(trained[item[item >= 0]].any()) for item, _ in epoch)
+        steps = config.epochs * steps_of_epoch
         predicted = _predicted(config, plan, graph, builder, split, device)
         return {
             "graph": asdict(graph_facts(config, data, graph, split, on_one_process_first(graph.fingerprint))),
@@ -70,7 +75,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
             "parameters": num_parameters(make_model(config, model_config_of(config, graph, builder))),
             "sequence_nodes": builder.sequence_nodes,
             "sequences_of_an_epoch": sequences,
-            "steps_of_an_epoch": len(epoch),
+            "steps_of_an_epoch": steps_of_epoch,
             "steps": steps if config.max_steps is None else min(steps, config.max_steps),
             "plan": "auto, found when the run starts" if plan is None else str(plan),
             "device": str(device),

@@ -186,13 +186,29 @@ class Epochs:
         self.classes: np.ndarray | None = None  # of the last evaluation, as ``predicted`` has them
         self.same_answer: str | None = None  # that the model of the best epoch, of this start, gives to all
         self.step_seconds = array("d")  # of this process, with the wait for the batch
-        self.total_steps = config.epochs * len(self.train_loader.epoch(0))
-        if config.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.max_steps)
+        self.epoch_batches = self.first_batches = len(self.train_loader.epoch(0))  # of this epoch, and of the first
 
     @property
     def finished(self) -> bool:
-        return self.batch == 0 and (self.epoch == self.config.epochs or self.step == self.total_steps or self._in_vain)
+        return self.batch == 0 and (self.epoch == self.config.epochs or self._no_more_steps or self._in_vain)
+
+    @property
+    def _no_more_steps(self) -> bool:
+        """Whether no more steps may be taken."""
+        return self.step == self.config.max_steps
+
+    @property
+    def _place(self) -> tuple[float, float]:
+        """Of the schedule: where it is, and its end, in steps of epochs like the first one.
+
+        Epochs may differ in their batches, and some batches have nothing to train on.
+        """
+        total = batches = self.config.epochs * self.first_batches
+        place = self.epoch * self.first_batches + (self.batch - 1) * (self.first_batches / self.epoch_batches)
+        if self.config.max_steps is None or self.config.max_steps >= batches:
+            return place, total
+        total = self.config.max_steps
+        return max(self.step, place * total / batches), total
 
     @property
     def _in_vain(self) -> bool:
@@ -255,8 +271,12 @@ class Epochs:
         tensors = state.tensors()
         folder, progress = self.checkpoints.load(tensors, self.config.resume_step)
         state.load(tensors)
-        most = {"step": self.total_steps, "epoch": self.config.epochs, "batch": len(self.train_loader.epoch(0))}
-        if not all(type(progress.get(name)) is int and 0 <= progress[name] <= high for name, high in most.items()):
+        names = ("step", "epoch", "batch")
+        if not all(type(progress.get(name)) is int and progress[name] >= 0 for name in names):
+            raise ValueError(f"expected step, epoch and batch in {folder}, numbers from 0 on, got {progress}")
+        batches = len(self.train_loader.epoch(progress["epoch"]))
+        most = {"step": self.config.max_steps, "epoch": self.config.epochs, "batch": batches}
+        if any(high is not None and progress[name] > high for name, high in most.items()):
             raise ValueError(f"expected step, epoch and batch of at most {most} in {folder}, got {progress}")
         self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
         on_rank_zero(lambda: self.run_folder.restore(folder))
@@ -302,12 +322,13 @@ class Epochs:
         started = time.perf_counter() - self.seconds_before
         self.pipeline.train()
         batches = self.train_loader.epoch(self.epoch, self.batch)
+        self.epoch_batches = self.batch + len(batches)
         received = self.pipeline.receive(batches)
         progress = Progress(received, f"epoch {self.epoch}", len(batches))
         waiting = time.perf_counter()
         for batch in _waiting_for(progress):
             stall_seconds = time.perf_counter() - waiting
-            if self.step == self.total_steps:
+            if self._no_more_steps:
                 break
             self.batch += 1
             if batch.num_targets:  # a cluster batch may have no training nodes
@@ -324,7 +345,7 @@ class Epochs:
             phase("next batch")
             waiting = time.perf_counter()
         self.seconds_before = time.perf_counter() - started
-        last = self.epoch + 1 == self.config.epochs or self.step == self.total_steps
+        last = self.epoch + 1 == self.config.epochs or self._no_more_steps
         if last or (self.epoch + 1) % self.config.evaluate_every == 0:
             self._evaluate()
         self.epoch, self.batch = self.epoch + 1, 0
@@ -370,7 +391,7 @@ class Epochs:
         phase("forward and backward", step=self.step)
         started = time.perf_counter()
         config = self.config
-        learning_rate = config.learning_rate * schedule(self.step, self.total_steps, config.warmup)
+        learning_rate = config.learning_rate * schedule(*self._place, config.warmup)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group.get("scale", 1.0)
@@ -436,7 +457,7 @@ def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def schedule(step: int, total_steps: int, warmup: float) -> float:
+def schedule(step: float, total_steps: float, warmup: float) -> float:
     """Factor on the peak learning rate: linear from 0 over the warm-up steps, then linear down to 0."""
     warmup_steps = warmup * total_steps
     if step < warmup_steps:

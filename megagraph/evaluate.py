@@ -108,7 +108,7 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
 
 
 def choose_split(graph: Graph, config: TrainConfig) -> Split:
-    """The split that the configuration asks for.
+    """The split that the configuration asks for, of labelled nodes.
 
     Raises:
         ValueError: the data set has no split of its own, a part is empty, or does not suit the metric.
@@ -119,10 +119,11 @@ def choose_split(graph: Graph, config: TrainConfig) -> Split:
     elif graph.split is None:
         raise ValueError(f"split must be 'random': {graph.name} has no split of its own")
     else:
-        split = graph.split
-    for name in ("train", "val", "test"):
+        parts = (getattr(graph.split, part) for part in PARTS)
+        split = Split(*(nodes[labelled(graph.labels[nodes])] for nodes in parts))
+    for name in PARTS:
         labels = graph.labels[getattr(split, name)]
-        if not labelled(labels).any():
+        if not len(labels):
             raise ValueError(f"the {name} part of the split is empty; {graph.name} has too few labelled nodes")
         present = len(np.unique(labels))
         if metric == "roc_auc" and not graph.multi_label and not present == graph.num_classes == 2:

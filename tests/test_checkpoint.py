@@ -22,7 +22,9 @@ from torch.torch_version import TorchVersion
 import megagraph as mg
 from megagraph import files
 from megagraph.checkpoint import Checkpoints
+from megagraph.data.cluster import ClusterBatches
 from megagraph.data.store import write_store
+from megagraph.evaluate import batches, make_loader
 from tests import ranks
 from tests.checkpoint_cases import (
     CHAINS,
@@ -283,6 +285,38 @@ def test_a_run_that_stops_equals_one_that_does_not(tmp_path, changes, stops):
     for name in ("test_accuracy", "best_val_accuracy", "best_epoch", "majority_accuracy", "epochs", "steps"):
         assert getattr(resumed, name) == getattr(summary, name)
     assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+
+
+def test_epochs_that_differ_in_their_batches(tmp_path, monkeypatch):
+    """All of them are trained on, the rate falls to the end, and a run goes on from wherever it was."""
+    plan = ClusterBatches.plan
+
+    def cut(self, nodes, batch_size, rng):
+        """Some epochs take the nodes of their batch in two."""
+        (batch,) = plan(self, nodes, batch_size, rng)
+        if rng is None or rng.random() > 0.5:
+            return [batch]
+        first, second = batch.copy(), batch.copy()
+        first[:, 50:], second[:, :50] = -1, -1
+        return [first, second]
+
+    monkeypatch.setattr(ClusterBatches, "plan", cut)
+    options = dict(batching="cluster", sequence_nodes=128, super_nodes=4, batch_size=1, epochs=6, checkpoint_every=1)
+    options |= dict(warmup=0.0)
+    summary, expected = uninterrupted(tmp_path, **options)
+    builder = batches(config(tmp_path, **options), graph())
+    loader = make_loader(config(tmp_path, **options), builder, np.arange(100), shuffle=True)
+    lengths = [len(loader.epoch(epoch)) for epoch in range(6)]
+    assert lengths[0] == 1 and {*lengths} == {1, 2} and summary.steps == sum(lengths)
+    rates = [line["learning_rate"] for line in expected["lines"] if "learning_rate" in line]
+    assert (np.diff(rates) < 0).all() and rates[-1] < 0.2 * rates[0]
+    longer = lengths.index(2)
+    for stop in (sum(lengths[:longer]) + 1, sum(lengths[: longer + 1])):  # within it, and before the next
+        run = tmp_path / f"run{stop}"
+        with stop_at(stop):
+            mg.Trainer(config(run, **options)).fit(graph())
+        mg.Trainer.resume(run).fit(graph())
+        assert outcome(run)["lines"] == expected["lines"]
 
 
 def assert_same_results(got, expected) -> None:

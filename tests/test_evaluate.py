@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 import megagraph as mg
 from megagraph import ablation, evaluate
 from megagraph.data.datasets import synthetic_graph
-from megagraph.data.graph import Graph
+from megagraph.data.graph import Graph, random_split
 from megagraph.data.names import Ids, Names
 from megagraph.evaluate import choose_split
 from megagraph.objective import roc_auc, same_answer
+from megagraph.run import Run
 
 SMALL = dict(layers=1, dim=8, ffn_dim=8, heads=2, samples=1, sample_nodes=4, channels=2, epochs=6, batch_size=32)
 
@@ -47,6 +48,26 @@ def test_the_metric_chooses_the_best_epoch(tmp_path):
         assert summary.test_roc_auc == best["test_roc_auc"] and summary.test_accuracy == best["test_accuracy"]
         assert summary.best_val_roc_auc == best["val_roc_auc"] > 0.5
     assert summaries["accuracy"].best_epoch != summaries["roc_auc"].best_epoch  # else this test sees nothing
+
+
+@pytest.mark.parametrize("label_input", [0.0, 0.5])
+def test_nodes_without_a_label_do_not_count(tmp_path, label_input):
+    """Though a part of the split names them."""
+    graph = synthetic_graph(num_nodes=120, num_classes=2, in_features=8)
+    split = random_split(graph.labels, 0)
+    labels, unknown = graph.labels.copy(), np.concatenate([split.train[::3], split.val[::2], split.test[::2]])
+    labels[unknown] = -1
+    given = replace(graph, labels=labels, split=split)
+    options = dict(layers=1, dim=16, heads=2, batching="full", epochs=8, label_input=label_input, learning_rate=1e-2)
+    config = mg.TrainConfig(**options, split="public", metric="roc_auc", out=tmp_path / "run")
+    summary = mg.Trainer(config).fit(given)
+    known = np.setdiff1d(split.test, unknown)
+    right = mg.predict(tmp_path / "run", given).argmax(axis=1) == graph.labels
+    assert summary.test_accuracy == right[known].mean() and summary.majority_accuracy in (
+        (labels[known] == 0).mean(), (labels[known] == 1).mean()
+    )  # fmt: skip
+    (start,) = Run.open(tmp_path / "run").starts
+    assert start["data"]["test_nodes"] == len(known)
 
 
 def test_a_metric_that_cannot_be_is_refused(tmp_path):

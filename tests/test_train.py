@@ -21,6 +21,7 @@ from megagraph import epochs
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Split
 from megagraph.data.store import write_store
+from megagraph.dry_run import dry_run
 from megagraph.epochs import schedule
 from megagraph.evaluate import choose_split
 from megagraph.run import Run
@@ -151,6 +152,9 @@ def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, caplog):
     options = dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, split="public")
     summary = mg.Trainer(config(tmp_path, **options)).fit(given)
     assert summary.steps == summary.epochs == 3  # of three sequences an epoch
+    assert dry_run(config(tmp_path, **options), given)["steps"] == 3
+    rates = [line["learning_rate"] for line in Run.open(tmp_path / "run").metrics() if "step" in line]
+    assert rates[-1] < 0.4 * 1e-2  # it falls to 0 nevertheless
     assert "clusters, edge cut " in caplog.text
 
 
