@@ -113,7 +113,7 @@ class Run:
                 return run, "new"
             run.changes = config.check_continues(run.config)
             longer = {"epochs", "max_steps"} & run.changes.keys()
-            if state == "finished" and not longer:
+            if state == "finished" and not longer and config.resume_step is None:
                 lock.release()
                 return run, "finished"
             if "bias_lr_scale" not in run._read("config.json", "the configuration of a run"):

@@ -187,7 +187,7 @@ def test_auto_begins_anew_where_no_checkpoint_is_good(tmp_path, caplog):
     assert outcome(out)["lines"] == outcome(tmp_path / "whole")["lines"]
 
 
-def test_a_run_may_go_on_longer_from_a_chosen_step_and_with_a_lower_rate(tmp_path):
+def test_a_run_may_go_on_longer_from_a_chosen_step_and_with_a_lower_rate(tmp_path, caplog):
     out = tmp_path / "out"
     mg.Trainer(config(out, epochs=1, keep=9)).fit(graph())
     assert {path.name for path in (out / "checkpoints").iterdir()} >= {f"step-{step:06d}" for step in (0, 2, 4, 6)}
@@ -202,6 +202,9 @@ def test_a_run_may_go_on_longer_from_a_chosen_step_and_with_a_lower_rate(tmp_pat
     assert steps == list(range(18))
     rates = [line["learning_rate"] for line in Run.open(out).metrics() if "step" in line]
     assert max(rates[4:]) < min(rates[1:4])
+    with caplog.at_level("INFO", "megagraph"):
+        assert mg.Trainer.resume(out, resume_step=4).fit(graph()).steps == 18  # again, though it has been to the end
+    assert f"resumed from {out / 'checkpoints/step-000004'}: epoch 0, batch 4" in caplog.text
     with pytest.raises(FileNotFoundError, match=r"step-000999 cannot be used: there is none"):
         mg.Trainer.resume(out, epochs=4, resume_step=999).fit(graph())
 

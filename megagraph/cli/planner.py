@@ -212,6 +212,11 @@ def run_search(path: Path, wanted: Wanted) -> tuple[CostModel, Workload, SearchR
         cost, world_size, limits = CostModel.load(path), wanted.world_size, wanted.memory_gib * 2**30
     model, workload = cost.profiled()
     if wanted.batch_sequences is not None:
+        if workload.pairs and wanted.batch_sequences > 1:
+            raise ValueError(
+                f"batch_sequences must be 1 for a profile of full batches, whose batch is the graph, got "
+                f"{wanted.batch_sequences}"
+            )
         workload = replace(workload, batch_sequences=wanted.batch_sequences)
     if wanted.layers is not None:
         model = replace(model, layers=wanted.layers)

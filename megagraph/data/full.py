@@ -60,7 +60,8 @@ class FullBatches(Builder):
 
     Training may take its steps on partitions, as Cluster-GCN does (Chiang et al., 2019): every epoch deals the pieces
     of the graph out to them anew. Nodes of one partition attend to each other where they do in the whole graph, and to
-    all super nodes, which attend to them; all else, features, degrees, buckets, is that of the whole graph.
+    all super nodes, which attend to them; all else, features, degrees, buckets, is that of the whole graph, but for the
+    weights of a convolution, which are of the partition.
 
     Args:
         order: [V], the node at every regular slot.

@@ -23,7 +23,8 @@ def with_degrees(graph: Graph) -> Graph:
     values = features.ravel() if isinstance(features, np.ndarray) else features.data
     size = np.sqrt(np.einsum("i,i->", values, values, dtype=np.float64) / max(np.count_nonzero(values), 1)) or 1.0
     column = (logs - logs.mean()) * (size / max(logs.std(), np.finfo(np.float32).tiny))
-    column = column.astype(features.dtype)[:, None]
+    most = np.finfo(features.dtype).max  # of half precision less than a hub may have
+    column = column.clip(-most, most).astype(features.dtype)[:, None]
     if isinstance(features, np.ndarray):
         return replace(graph, features=np.concatenate([features, column], axis=1))
     return replace(graph, features=sp.hstack([features, sp.csr_array(column)], format="csr"))

@@ -155,7 +155,7 @@ class GraphTransformer(nn.Module):
 
     def transform(self, x: Tensor, context: Context, num_targets: int) -> Tensor:
         """The layers that are here, [B, S, d] -> [B, S, d]; the model's last layer gives its first T rows only."""
-        packing = self._worth_packing(x, context)
+        packing = None if isinstance(context.structure, BorderedData) else self._worth_packing(x, context)
         ids, key = [int(index) for index in self.layers], self._key(context)
         if key is not None:
             keys = place_keys(key, range(ids[0], ids[-1] + 1), DROPOUT_PLACES)

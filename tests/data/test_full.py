@@ -365,6 +365,14 @@ def test_learns_resumes_predicts_and_is_evaluated(tmp_path, graph):
     assert resumed.steps == 12
 
 
+def test_so_small_a_graph_is_evaluated_without_its_tokens(tmp_path):
+    """It has no padding, but then."""
+    small = synthetic_graph(num_nodes=60, num_classes=3, in_features=16)
+    _, config = train(tmp_path, small, super_nodes=12, global_tokens=8, epochs=1)
+    results = evaluate(config.out, small, ["global_token"])
+    assert 0 <= results["global_token"]["changed_classes"] <= 1
+
+
 @pytest.mark.slow
 def test_structure_of_other_nodes_tells_nothing(tmp_path, graph):
     """The same number of pairs of the same kinds, between other nodes; and worse for it."""
@@ -402,6 +410,11 @@ def test_degrees_are_a_feature(graph, kind):
     np.testing.assert_allclose(np.square(rows[:, 16]).mean(), np.square(x[x != 0].astype(float)).mean(), rtol=2e-3)
     ring = Graph.from_data(Data(x=torch.ones(5, 2), edge_index=torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 0]])))
     assert not with_degrees(ring).features[:, 2].any()  # nothing to tell
+    if kind is np.float16:  # which ends at 65,504
+        star = Data(x=torch.full((4000, 2), 3000.0), edge_index=torch.stack([torch.zeros(3999), torch.arange(1, 4000)]))
+        star.edge_index = star.edge_index.long()
+        far = with_degrees(replace(Graph.from_data(star), features=np.full((4000, 2), 3000, np.float16))).features
+        assert np.isfinite(far).all() and far[0, 2] > 6e4
 
 
 @pytest.mark.parametrize("batching", ["full", "ego"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import megagraph as mg
-from megagraph.cli.planner import read_rows
+from megagraph.cli.planner import Wanted, read_rows, run_search
 from megagraph.planner import CostModel, Workload, fit, search, split_layers
 from tests.planner import synthetic
 
@@ -72,6 +73,12 @@ def split(**changes):
 
 def workload(**changes):
     return lambda cost, folder: Workload(**(dict(batch_sequences=1, num_nodes=1) | changes))
+
+
+def batch_of_whole_graphs(cost, folder):
+    whole = Workload(batch_sequences=1, num_nodes=1000, pairs=3000)
+    replace(cost, model=CONFIG, workload=whole).save(folder / "cost.json")
+    run_search(folder / "cost.json", Wanted(world_size=4, memory_gib=1.0, batch_sequences=4))
 
 
 BAD = {
@@ -149,6 +156,7 @@ BAD = {
     ),
     "huge workload": (workload(num_nodes=10**30), r"num_nodes must be below 2\^31, got 100000"),
     "NaN workload": (workload(feature_rows=math.nan), "feature_rows must be a number of at least 0, got nan"),
+    "batch_of_whole_graphs": (batch_of_whole_graphs, "batch_sequences must be 1 for a profile of full batches.* got 4"),
     "workload": (workload(batch_sequences=0), "batch_sequences must be at least 1, got 0"),
     "stages": (split(num_stages=5), r"num_stages must be in 1..num_layers = 4, got 5"),
     "no stage": (split(num_stages=0), r"num_stages must be in 1..num_layers = 4, got 0"),
