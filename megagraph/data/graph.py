@@ -55,7 +55,7 @@ class Graph:
         labels: int64 [V], class, -1 = not labelled; or, of several labels a node, int8 [V, C], 1 = has it, 0 = has it
             not, -1 = not known.
         num_classes: classes are 0 to one less; or how many labels, C.
-        split: the data set's own; ``None`` where it has none.
+        split: the data set's own, no node twice in it; kept sorted, as int64. ``None`` where it has none.
         names: of nodes, classes and columns, of a graph from tables.
 
     Raises:
@@ -104,13 +104,7 @@ class Graph:
                 f"expected at most {MAX_CLASSES:,} classes, got {self.num_classes:,}; number them without gaps"
             )
         if self.split is not None:
-            for part in PARTS:
-                nodes = getattr(self.split, part)
-                if len(nodes) and not 0 <= nodes.min() <= nodes.max() < self.num_nodes:
-                    raise ValueError(
-                        f"expected the {part} part of the split in 0..{self.num_nodes - 1}, got "
-                        f"{nodes.min()}..{nodes.max()}; a mask has one entry per node"
-                    )
+            object.__setattr__(self, "split", _checked(self.split, self.num_nodes))
 
     @property
     def num_nodes(self) -> int:
@@ -174,7 +168,7 @@ class Graph:
             data: ``x`` [V, d_in], dense or sparse, or ``num_nodes`` of nodes without features (for a learned
                 embedding), ``edge_index`` [2, E] and, to train on, ``y``: classes, integers [V]
                 or [V, 1], or several labels a node [V, C] of any type, 1 or 0, NaN or -1 where not known; optionally
-                ``train_mask``, ``val_mask`` and ``test_mask`` [V] or, for n splits, [V, n].
+                ``train_mask``, ``val_mask`` and ``test_mask`` [V], true or false, or, for n splits, [V, n].
                 Or (graph, labels) as of ``ogb.nodeproppred.NodePropPredDataset``.
                 Directed edges are made undirected, self loops are dropped and duplicates merged; weighted edges are
                 refused, and so are numbers to predict.
@@ -196,16 +190,15 @@ class Graph:
             x = np.zeros((number, 0), np.float32)
         else:
             x = _attribute(data, "x")
-        y = np.full(len(x) if x.ndim else 0, -1) if getattr(data, "y", None) is None else _attribute(data, "y")
+        num_nodes = x.shape[0] if x.ndim else 0
+        y = np.full(num_nodes, -1) if getattr(data, "y", None) is None else _attribute(data, "y")
         for key in ("edge_weight", "edge_attr"):
             if getattr(data, key, None) is not None:
                 check_unweighted(f"data.{key}", _attribute(data, key))
-        masks = [_attribute(data, f"{part}_mask") for part in PARTS if hasattr(data, f"{part}_mask")]
+        masks = [key for part in PARTS if getattr(data, key := f"{part}_mask", None) is not None]
         split = None
         if len(masks) == len(PARTS):
-            split = Split(
-                *(np.flatnonzero(mask if mask.ndim == 1 else mask[:, seed % mask.shape[1]]) for mask in masks)
-            )
+            split = Split(*(_nodes_in(data, key, num_nodes, seed) for key in masks))
         return cls.from_arrays(name, x, edge_index, y, split)
 
     @classmethod
@@ -264,6 +257,32 @@ class Graph:
         )
 
 
+def _checked(split: Split, num_nodes: int) -> Split:
+    """The same, sorted, int64."""
+    parts = {part: np.asarray(getattr(split, part)) for part in PARTS}
+    for part, nodes in parts.items():
+        if nodes.ndim != 1 or (len(nodes) and nodes.dtype.kind not in "iu"):
+            raise ValueError(
+                f"expected node ids [n], integers, in the {part} part of the split, got {nodes.dtype} "
+                f"{list(nodes.shape)}; np.flatnonzero makes them of a mask"
+            )
+        if len(nodes) and not 0 <= nodes.min() <= nodes.max() < num_nodes:
+            raise ValueError(
+                f"expected the {part} part of the split in 0..{num_nodes - 1}, got {nodes.min()}..{nodes.max()}; "
+                "name nodes of this graph"
+            )
+    ordered = [np.sort(nodes).astype(np.int64, copy=False) for nodes in parts.values()]
+    times = np.bincount(np.concatenate(ordered), minlength=num_nodes)
+    if times.max() > 1:
+        node = int(times.argmax())
+        where = " and ".join(part for part, nodes in parts.items() if node in nodes)
+        raise ValueError(
+            f"expected every node at most once in the parts of the split, got node {node} again, in {where}; leave it "
+            "in one"
+        )
+    return Split(*ordered)
+
+
 def _several_labels(y: np.ndarray) -> np.ndarray:
     """0, 1, and -1 or NaN, as int8."""
     if y.dtype.kind not in "biuf":
@@ -301,6 +320,18 @@ def _attribute(data: Any, key: str) -> Any:
     value = value.to_sparse_coo().coalesce()
     entries = (value.values().numpy(force=True), tuple(value.indices().numpy(force=True)))
     return sp.coo_array(entries, shape=tuple(value.shape)).tocsr()
+
+
+def _nodes_in(data: Any, key: str, num_nodes: int, seed: int) -> np.ndarray:
+    """The ids of who is in a mask; of n masks, [V, n], in number ``seed`` modulo n."""
+    given = _attribute(data, key)
+    mask = given[:, seed % given.shape[1]] if given.ndim == 2 and given.shape[1] else given
+    if mask.shape != (num_nodes,) or ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            f"expected data.{key} of shape [{num_nodes}], or [{num_nodes}, n] for n splits, true or false, got "
+            f"{given.dtype} {list(given.shape)}; of node ids make a mask"
+        )
+    return np.flatnonzero(mask)
 
 
 def check_finite(features: np.ndarray | sp.csr_array) -> None:

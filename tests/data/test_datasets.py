@@ -3,6 +3,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from hypothesis import given
 
 from megagraph.data.datasets import _SOURCES, load_graph, synthetic_graph
 from megagraph.data.graph import PARTS, Graph, Split, random_split
+from megagraph.data.store import open_store, write_store
 from tests.data.graphs import make_graph, random_graphs
 
 
@@ -25,6 +27,10 @@ def data(**changes):
         "y": torch.tensor([0, 1, 2, -1]),
     }
     return SimpleNamespace(**values | changes)
+
+
+def masks(mask):
+    return {f"{part}_mask": mask for part in PARTS}
 
 
 def test_from_data_makes_edges_undirected_and_unique():
@@ -46,9 +52,10 @@ def test_adjacency_is_symmetric_sorted_and_without_loops(graph):
 
 
 def test_masks_become_the_split_and_columns_of_labels_are_squeezed():
-    masks = {f"{part}_mask": torch.arange(4) == i for i, part in enumerate(("train", "val", "test"))}
-    masks["test_mask"] = torch.stack([masks["test_mask"], torch.ones(4, dtype=torch.bool)], dim=1)
-    graph = Graph.from_data(data(y=torch.tensor([[0], [1], [1], [0]]), **masks))
+    parts = {f"{part}_mask": torch.arange(4) == i for i, part in enumerate(PARTS)}
+    parts["val_mask"] = parts["val_mask"].float()
+    parts["test_mask"] = torch.stack([parts["test_mask"], torch.ones(4, dtype=torch.bool)], dim=1)
+    graph = Graph.from_data(data(y=torch.tensor([[0], [1], [1], [0]]), **parts))
     assert [part.tolist() for part in (graph.split.train, graph.split.val, graph.split.test)] == [[0], [1], [2]]
     assert graph.labels.tolist() == [0, 1, 1, 0]
 
@@ -71,12 +78,13 @@ def test_several_labels_of_any_type(dtype):
 
 
 def test_the_seed_takes_one_of_several_splits():
-    masks = {f"{part}_mask": torch.arange(4)[:, None] == torch.arange(3) + i for i, part in enumerate(PARTS)}
-    masks["test_mask"] = torch.arange(4) == 3
-    splits = [Graph.from_data(data(**masks), seed=seed).split for seed in range(4)]
+    parts = {f"{part}_mask": torch.arange(5)[:, None] == torch.arange(3) + i for i, part in enumerate(PARTS)}
+    parts["test_mask"] = torch.arange(5) == 4
+    given = data(x=torch.ones(5, 2), y=torch.zeros(5).long(), **parts)
+    splits = [Graph.from_data(given, seed=seed).split for seed in range(4)]
     assert [split.train.tolist() for split in splits] == [[0], [1], [2], [0]]
     assert [split.val.tolist() for split in splits] == [[1], [2], [3], [1]]
-    assert all(split.test.tolist() == [3] for split in splits)
+    assert all(split.test.tolist() == [4] for split in splits)
 
 
 def test_every_name_is_a_data_set_of_its_library(tmp_path, monkeypatch):
@@ -153,10 +161,11 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
             "expected integer labels, got float32; number the classes 0, 1, ... and use -1 for none.",
         ),
         ({"y": torch.tensor([0, 1, -2, 1])}, "expected labels in 0..1, or -1 for unlabelled, got -2..1"),
-        (
-            {f"{part}_mask": torch.ones(5, dtype=torch.bool) for part in ("train", "val", "test")},
-            "expected the train part of the split in 0..3, got 0..4",
-        ),
+        (masks(torch.ones(5, dtype=torch.bool)), "expected data.train_mask of shape [4], or [4, n] for n splits"),
+        (masks(torch.ones(3, dtype=torch.bool)), "of shape [4], or [4, n] for n splits, true or false, got bool [3];"),
+        (masks(torch.ones(4, 0)), "true or false, got float32 [4, 0]; of node ids make a mask"),
+        (masks(torch.arange(4)), "true or false, got int64 [4]; of node ids make a mask"),
+        (masks(torch.tensor([False, True, False, False])), "got node 1 again, in train and val and test"),
     ],
 )
 def test_bad_data_is_refused(changes, message):
@@ -180,6 +189,31 @@ def test_graph_refuses_labels_and_features_that_do_not_fit():
         Graph(**fields, features=graph.features, labels=np.ones((4, 3), np.int64), num_classes=3)
     with pytest.raises(ValueError, match=r"expected features of shape \[4, d_in\], got \[3, 4\]"):
         Graph(**fields, features=graph.features[:3], labels=graph.labels, num_classes=3)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ([0, 4], "expected the train part of the split in 0..3, got 0..4; name nodes of this graph"),
+        ([-1], "expected the train part of the split in 0..3, got -1..-1"),
+        ([0, 3], "at most once in the parts of the split, got node 3 again, in train and test; leave it in one"),
+        ([0, 0], "expected every node at most once in the parts of the split, got node 0 again, in train"),
+        ([True, False, False, False], "expected node ids [n], integers, in the train part of the split, got bool [4]"),
+        ([0.0], "in the train part of the split, got float64 [1]; np.flatnonzero makes them of a mask"),
+        ([[0]], "in the train part of the split, got int64 [1, 1]"),
+    ],
+)
+def test_bad_splits_are_refused(train, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(make_graph(4, [(0, 1)]), split=Split(train, [2], [3]))
+
+
+def test_a_split_of_any_integers_is_kept_sorted(tmp_path):
+    graph = replace(make_graph(5, [(0, 1)]), split=Split([3, 0], np.array([4, 1], np.int32), torch.tensor([2])))
+    write_store(graph, tmp_path / "store")
+    for split in (graph.split, open_store(tmp_path / "store").split):
+        assert [getattr(split, part).tolist() for part in PARTS] == [[0, 3], [1, 4], [2]]
+    assert replace(graph, split=Split([], [], [])).split.test.dtype == np.int64
 
 
 def test_split_partitions_the_labelled_nodes():
