@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +26,7 @@ from megagraph.data.names import Names
 from megagraph.data.prepare import prepare
 from megagraph.data.start import bias_start
 from megagraph.data.store import StoredGraph
-from megagraph.history import GraphFacts
+from megagraph.history import GraphFacts, graph_of
 from megagraph.models.config import ModelConfig
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
@@ -158,8 +159,15 @@ def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split, fing
         several_labels=graph.multi_label,
         **{f"{part}_nodes": len(getattr(split, part)) for part in PARTS},
         fingerprint=fingerprint,
+        **_digests(graph.names),
         **of_the_majority(graph.labels, graph.num_classes, split),
     )
+
+
+def _digests(names: Names | None) -> dict[str, str]:
+    """Of what is known of the classes and columns."""
+    known = {} if names is None else {"class_names": names.classes, "columns": names.columns}
+    return {what: xxhash.xxh3_64_hexdigest(repr(values).encode()) for what, values in known.items() if values}
 
 
 def class_probabilities(
@@ -230,6 +238,8 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
         place = "" if config.root is None or "root" in changes else f" in {config.root}"
         log.info(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says")
     graph = as_graph(data, config)
+    if (facts := graph_of(opened)) is not None:
+        _check_graph(graph, facts, None if data is not None or {"dataset", "seed"} & changes.keys() else config.dataset)
     learned = model_config.embedding == "learned"
     if learned and graph.checksum() != model_config.graph_checksum:
         raise ValueError(
@@ -251,13 +261,35 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
     return Opened(config=config, graph=graph, pipeline=Pipeline([stage], [stage], Plan(), table=table))
 
 
+def _check_graph(graph: Graph, facts: GraphFacts, read_from: str | None) -> None:
+    """Whether it is what a run was trained on, where nobody asked for another one (``read_from``), or is called so."""
+    if read_from is not None and (found := graph.fingerprint()) != facts.fingerprint:
+        raise ValueError(
+            f"expected the graph that the run was trained on, {facts.name} with the fingerprint {facts.fingerprint}, "
+            f"got {graph.name} with {found} from {read_from}: it has changed since, or the run was trained on a graph "
+            f"that was handed over; pass that graph (data in Python, --dataset), or this one, --dataset {read_from}"
+        )
+    called, like = _digests(graph.names), f"import it with --like {facts.path or 'STORE'}"
+    if graph.names is not None and facts.class_names not in (None, called.get("class_names", facts.class_names)):
+        raise ValueError(
+            f"expected a graph with the classes of {facts.name}, on which the model was trained, got "
+            f"{', '.join(graph.names.classes[:20])}; {like}"
+        )
+    if facts.columns not in (None, called.get("columns", facts.columns)):
+        log.warning(
+            f"megagraph: features of {graph.name} are made of other columns than those of {facts.name}, on which the "
+            f"model was trained, or on another scale; {like}"
+        )
+
+
 def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **changes: Any) -> np.ndarray:
     """Class probabilities fp32 [V, classes] of every node, by the weights of a run; of several labels a node each has
     its own, and a row need not sum to 1.
 
     Args:
         run: run folder of ``Trainer.fit``.
-        data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set the run was trained on.
+        data: a ``Graph`` or ``torch_geometric.data.Data``; ``None`` loads the data set that the run's configuration
+            names, which must be the graph that it was trained on.
         out: a file to write them to: .npy, a batch at a time, from which the result is then mapped, or .csv or
             .parquet, a line a node with its number or id, its likeliest class, or all its labels of a probability of at
             least 1/2 (with ";" between them, in Parquet a list), and the probability of each. One in the run folder
@@ -269,7 +301,8 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
         FileNotFoundError: ``run`` is not the folder of a finished run, or there is no folder for ``out``.
         FileExistsError: ``out`` is a file of the run, or a link.
         ValueError: ``out`` is no .npy, .csv or .parquet; a file of the run is damaged; the graph does not have the
-            features that the model was trained on, or, for a learned embedding, is another graph.
+            features or the classes that the model was trained on, or, for a learned embedding, is another graph; the
+            data set that the configuration names has changed since, or is not what was handed to ``Trainer.fit``.
 
     Examples:
         >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}

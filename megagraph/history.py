@@ -81,6 +81,8 @@ class GraphFacts:
         edges: undirected.
         majority_accuracy, majority_micro_f1: of always giving the same answer, on the test nodes.
         fingerprint: of ``Graph.fingerprint``.
+        class_names, columns: digests of what classes are called, and of columns and how features are made of them, of
+            a graph from tables.
     """
 
     name: str
@@ -96,6 +98,8 @@ class GraphFacts:
     fingerprint: str
     majority_accuracy: float | None = None
     majority_micro_f1: float | None = None
+    class_names: str | None = None
+    columns: str | None = None
 
     def __str__(self) -> str:
         return (

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megagraph as mg
-from megagraph import ablation, evaluate
+from megagraph import ablation, evaluate, files
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph, random_split
-from megagraph.data.names import Ids, Names
+from megagraph.data.names import Column, Ids, Names
+from megagraph.data.store import write_store
 from megagraph.evaluate import choose_split
 from megagraph.objective import roc_auc, same_answer
 from megagraph.run import Run
@@ -121,3 +122,52 @@ def test_nodes_that_are_all_the_same_may_be_answered_the_same():
     assert same_answer(answers, graph, nodes) is None
     assert same_answer(answers, graph, np.arange(60)).startswith("the model answers class 1 for every")
     assert same_answer(np.arange(60) % 3, graph, np.arange(60)) is None
+
+
+OTHERS = "expected the graph that the run was trained on, synthetic with the fingerprint .*, got synthetic with "
+
+
+@pytest.mark.parametrize("use", [mg.predict, ablation.evaluate])
+def test_a_store_that_has_changed_since_is_asked_for(tmp_path, use):
+    """Its training nodes would be test nodes."""
+    graph, store = synthetic_graph(num_nodes=120, num_classes=3, in_features=8), str(tmp_path / "store")
+    write_store(graph, store)
+    mg.Trainer(mg.TrainConfig(out=tmp_path / "run", dataset=store, **SMALL | {"max_steps": 1})).fit()
+    use(tmp_path / "run")
+    order = np.random.default_rng(0).permutation(120)
+    edges = np.argsort(order)[np.stack(graph.adjacency.nonzero())]
+    write_store(Graph.from_arrays("synthetic", graph.features[order], edges, graph.labels[order]), store)
+    with pytest.raises(ValueError, match=f"{OTHERS}.* from {store}: .* or this one, --dataset {store}$"):
+        use(tmp_path / "run")
+    use(tmp_path / "run", dataset=store)  # on purpose
+    use(tmp_path / "run", graph)
+
+
+@pytest.mark.parametrize("use", [mg.predict, ablation.evaluate])
+def test_a_graph_that_was_handed_over_is_asked_for(tmp_path, use):
+    graph = synthetic_graph(in_features=64, seed=1)
+    mg.Trainer(mg.TrainConfig(out=tmp_path / "run", **SMALL | {"max_steps": 1})).fit(graph)
+    with pytest.raises(ValueError, match=f"{OTHERS}.* from synthetic: .* that was handed over; pass that graph"):
+        use(tmp_path / "run")
+    use(tmp_path / "run", graph)
+    use(tmp_path / "run", seed=1)
+    starts = files.read_json(tmp_path / "run" / "provenance.json", "an origin")
+    del starts["starts"][0]["data"]  # as of an earlier version
+    files.write_json(tmp_path / "run" / "provenance.json", starts)
+    use(tmp_path / "run")
+
+
+def test_classes_and_columns_that_are_called_otherwise(tmp_path, caplog):
+    graph = synthetic_graph(num_nodes=120, num_classes=2, in_features=2)
+    columns = tuple(Column(name=name, kind="number") for name in ("age", "height"))
+    known = Names(ids=Ids.of([str(i) for i in range(120)]), classes=("cat", "dog"), columns=columns)
+    mg.Trainer(mg.TrainConfig(out=tmp_path / "run", **SMALL | {"max_steps": 1})).fit(replace(graph, names=known))
+    for classes in (("cat", "dog"), ()):
+        mg.predict(tmp_path / "run", replace(graph, names=replace(known, classes=classes)))
+    for classes in (("ant", "cat"), ("ant", "cat", "dog")):
+        other = replace(graph, num_classes=len(classes), names=replace(known, classes=classes))
+        with pytest.raises(ValueError, match=f"with the classes of synthetic, .*, got {', '.join(classes)}; import it"):
+            mg.predict(tmp_path / "run", other)
+    assert "--like" not in caplog.text
+    mg.predict(tmp_path / "run", replace(graph, names=replace(known, columns=columns[::-1])))
+    assert "features of synthetic are made of other columns than those of synthetic" in caplog.text

@@ -56,6 +56,8 @@ def test_a_run_keeps_where_it_comes_from(tmp_path, monkeypatch):
         "val_nodes": 20,
         "test_nodes": 20,
         "majority_micro_f1": None,
+        "class_names": None,
+        "columns": None,
         "majority_accuracy": float(
             (graph().labels[split.test] == np.bincount(graph().labels[split.train]).argmax()).mean()
         ),
