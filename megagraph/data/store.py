@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -229,21 +229,33 @@ def _add_features(writer: StoreWriter, graph: Graph, form: FeatureForm) -> None:
 class StoredGraph(Graph):
     """A graph whose arrays are mapped from the folder ``store`` and stay on disk until they are read.
 
-    The store has checked them. A process that is sent the graph maps them again.
+    The store has checked them. A process that is sent the graph maps them again, and is sent what was replaced since.
+
+    Args:
+        opened: the fields of ``Graph`` as the store has them.
     """
 
     store: Path
     identity: str
+    opened: dict[str, Any] = field(repr=False)
+
+    def _replaced(self) -> dict[str, Any]:
+        return {name: own for name, given in self.opened.items() if (own := getattr(self, name)) is not given}
 
     def _check_values(self) -> None:
-        pass
+        if self._replaced().keys() & {"labels", "num_classes", "split"}:
+            Graph._check_values(self)  # a class with slots has no super()
 
     def fingerprint(self) -> str:
-        """From the checksums in the header; reads nothing."""
+        """From the checksums in the header, whatever was replaced since; reads nothing."""
         return self.identity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_store, (self.store, self.identity)
+        return _reopened, (self.store, self.identity, self._replaced())
+
+
+def _reopened(store: Path, identity: str, replaced: dict[str, Any]) -> StoredGraph:
+    return replace(open_store(store, identity), **replaced)
 
 
 def open_store(folder: Path | str, fingerprint: str | None = None) -> StoredGraph:
@@ -288,18 +300,17 @@ def _open(folder: Path, *, anew: bool = False) -> StoredGraph:
     if "names" in header:
         known = names_in(header, folder)
         names = Names(ids=Ids(arrays["ids_indptr"], arrays["ids"]), classes=known.classes, columns=known.columns)
-    return StoredGraph(
-        name=header["name"],
-        names=names,
-        indptr=arrays["indptr"],
-        indices=arrays["indices"],
-        features=features,
-        labels=arrays["labels"],
-        num_classes=header["num_classes"],
-        split=Split(*(arrays[part] for part in PARTS)) if "train" in arrays else None,
-        store=folder,
-        identity=_digest(identity),
-    )
+    fields = {
+        "name": header["name"],
+        "names": names,
+        "indptr": arrays["indptr"],
+        "indices": arrays["indices"],
+        "features": features,
+        "labels": arrays["labels"],
+        "num_classes": header["num_classes"],
+        "split": Split(*(arrays[part] for part in PARTS)) if "train" in arrays else None,
+    }
+    return StoredGraph(**fields, store=folder, identity=_digest(identity), opened=fields)
 
 
 def _map(path: Path, file: BufferedReader, array: dict[str, Any]) -> np.ndarray:

@@ -3,6 +3,7 @@ import pickle
 import re
 import resource
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from megagraph.data.header import describe
 from megagraph.data.loader import Loader
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
+from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.store import open_store, verify_store, write_store
 from tests.data.graphs import random_graphs
 from tests.data.stores import change_array, edit_header, header_of, put
@@ -81,6 +83,17 @@ def test_batches_are_those_of_the_graph_and_workers_map_the_files_again(stored, 
     assert len(sent) < 1000 and (rows(again, range(300)) == graph.features).all()
     assert isinstance(again.indices.base, np.memmap)
     assert (pickle.loads(pickle.dumps(graph)).indices == graph.indices).all()
+
+
+def test_what_was_replaced_of_a_stored_graph_is_sent_and_checked(stored):
+    for changed in (propagated(with_degrees(stored), 2), replace(stored, features=stored.features[:, :0])):
+        sent = pickle.dumps(changed)
+        again = pickle.loads(sent)
+        np.testing.assert_array_equal(rows(again, range(300)), rows(changed, range(300)))
+        assert isinstance(again.indices.base, np.memmap) and len(sent) < 4 * 300 * changed.in_features + 4000
+        assert pickle.loads(pickle.dumps(again)).in_features == changed.in_features
+    with pytest.raises(ValueError, match="at most once in the parts of the split, got node 7 again, in train and val"):
+        replace(stored, split=Split(np.arange(8), np.arange(7, 9), np.arange(9, 300)))
 
 
 def test_sparse_and_fp16_tensors_stay_as_they_are():
