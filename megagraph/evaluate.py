@@ -157,14 +157,16 @@ def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split, fing
         features=graph.in_features,
         classes=graph.num_classes,
         several_labels=graph.multi_label,
-        **{f"{part}_nodes": len(getattr(split, part)) for part in PARTS},
+        train_nodes=len(split.train),
+        val_nodes=len(split.val),
+        test_nodes=len(split.test),
         fingerprint=fingerprint,
         **_digests(graph.names),
         **of_the_majority(graph.labels, graph.num_classes, split),
     )
 
 
-def _digests(names: Names | None) -> dict[str, str]:
+def _digests(names: Names | None) -> dict[str, Any]:
     """Of what is known of the classes and columns."""
     known = {} if names is None else {"class_names": names.classes, "columns": names.columns}
     return {what: xxhash.xxh3_64_hexdigest(repr(values).encode()) for what, values in known.items() if values}
