@@ -52,6 +52,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
     else:
         ids, rest = _nodes(tables.nodes, tables.id, tables.drop)
     row_of = polars.Enum(ids)
+    _check_first_line(tables.edges, ends, (row_of.categories, row_of.categories), "source,target")
     edge_index = np.stack([_rows(end, row_of, tables.edges) for end in ends])
     label, split = _label_columns(rest, tables), _split_column(rest, tables)
     labels, class_names = _labels(tables, rest.select(label), row_of, like)
@@ -155,7 +156,16 @@ def _ends(path: Path) -> list[pl.Series]:
                 f"expected both ends of every edge in {path}, got {missing:,} without {end.name}, the first in row "
                 f"{_first(end.is_null())}"
             )
-    return [end.alias("id") for end in ends]
+    return ends
+
+
+def _check_first_line(path: Path, columns: Sequence[pl.Series], known: Sequence[pl.Series], names: str) -> None:
+    """Refuse names of columns that are values of theirs; Parquet has names of its own."""
+    if ".parquet" not in path.suffixes and all(a.name in b for a, b in zip(columns, known, strict=True)):
+        raise ValueError(
+            f"expected a first line of names in {path}, got {','.join(column.name for column in columns)}, which reads "
+            f"like all others; add one, such as {names}, or give the columns other names"
+        )
 
 
 def _nodes(path: Path, id_name: str | None, drop: Sequence[str]) -> tuple[pl.Series, pl.DataFrame]:
@@ -220,7 +230,6 @@ def _labels(
     tables: Tables, columns: pl.DataFrame, row_of: Any, like: Graph | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Of all nodes as of ``Graph``, and the names of the classes, from these columns of nodes or a file of labels."""
-    polars = _polars()
     num_nodes = len(row_of.categories)
     known = () if like is None or like.names is None else like.names.classes
     if tables.labels is None and columns.width == 0:
@@ -242,7 +251,7 @@ def _labels(
         rows, given = _pairs(tables.labels, row_of)
         several = len(np.unique(rows)) < len(rows) or (bool(known) and like is not None and like.multi_label)
     elif not several:
-        rows, given = np.arange(num_nodes), columns.to_series().cast(polars.String)
+        rows, given = np.arange(num_nodes), _words(columns.to_series())
     if known and like is not None and like.multi_label != several:
         kinds = ("one class", "several labels")
         raise ValueError(
@@ -269,7 +278,8 @@ def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
     table = _read(path, words=(0, 1))
     if table.width != 2:
         raise ValueError(f"expected two columns in {path}, ids and classes, got {', '.join(table.columns[:20])}")
-    who, what = table.get_columns()
+    who, what = table[:, 0], _words(table[:, 1])
+    _check_first_line(path, (who, what), (row_of.categories, what), "id,class")
     # an id that is there twice has several labels, but not the same one twice, nor one and none
     for wrong, got in (
         (table.is_duplicated(), "the same one again"),
@@ -284,6 +294,12 @@ def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
     return _rows(who, row_of, path), what
 
 
+def _words(given: pl.Series) -> pl.Series:
+    """Labels as words, none where a Parquet file has NaN or a word for nothing; of CSV polars knows these."""
+    words = given.cast(_polars().String)
+    return words.set(words.is_in(_MISSING), None)
+
+
 def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[str, ...]:
     """All there are, or those that are known; numbers in the order of their values."""
     found = given.drop_nulls().unique().sort().to_list()
@@ -292,9 +308,9 @@ def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[
     except ValueError:
         pass
     else:
-        if any(value != int(value) for value in values if np.isfinite(value)):
+        if others := [name for name, x in zip(found, values, strict=True) if not np.isfinite(x) or x != int(x)]:
             raise ValueError(
-                f"expected classes in {where}, got numbers such as {found[0]}: regression is not supported; cut them "
+                f"expected classes in {where}, got numbers such as {others[0]}: regression is not supported; cut them "
                 "into classes"
             )
         found = [name for _, name in sorted(zip(values, found, strict=True))]
@@ -312,7 +328,7 @@ def _flags(columns: pl.DataFrame, known: tuple[str, ...], where: str) -> tuple[n
         raise ValueError(f"expected the labels {', '.join(names[:20])} in {where}, got {', '.join([*named][:20])}")
     labels = np.empty((columns.height, len(names)), np.int8)
     for label, name in enumerate(names):
-        words = columns[named[name]].cast(polars.String).fill_null("nan")
+        words = _words(columns[named[name]]).fill_null("nan")
         found = words.str.to_lowercase().replace_strict(_FLAGS, default=None, return_dtype=polars.Int8)
         if found.null_count() > 0:
             at = _first(found.is_null())

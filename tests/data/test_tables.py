@@ -224,7 +224,52 @@ def test_a_store_whose_names_are_not_those_of_its_graph(tmp_path, change):
         open_store(tmp_path / "store")
 
 
+def test_what_counts_as_no_label_in_parquet_is_that_of_csv(tmp_path):
+    tables = write(tmp_path, edges_csv=EDGES)
+    ids = {"id": IDS}
+
+    def read(name, columns, **changes):
+        polars.DataFrame(columns).write_parquet(tmp_path / f"{name}.parquet")
+        return read_tables(replace(tables, **{name: tmp_path / f"{name}.parquet"}, **changes))
+
+    numbers, words = [0.0, 1.0, float("nan"), 1.0], ["a", "", "NA", "b"]
+    for given, labels, classes in (
+        (numbers, [0, 1, -1, 1], ("0.0", "1.0")),
+        (words, [0, -1, -1, 1], ("a", "b")),
+    ):
+        for graph in (read("nodes", ids | {"label": given}), read("labels", ids | {"l": given})):
+            own = [graph.labels[ids_of(graph).index(name)] for name in IDS]
+            assert graph.names.classes == classes and own == labels
+    several = read("nodes", ids | {"a": ["1", "", "NA", "0"], "b": numbers}, label=("a", "b"))
+    assert several.labels.tolist() == [[1, 0], [-1, 1], [-1, -1], [0, 1]]
+
+
+def test_names_of_columns_in_parquet_may_be_those_of_nodes(tmp_path):
+    polars.DataFrame({"0": [0, 1], "1": [1, 2]}).write_parquet(tmp_path / "edges.parquet")
+    assert read_tables(Tables(edges=tmp_path / "edges.parquet")).num_edges == 4
+
+
 BAD = {
+    "edges without a line of names": (
+        dict(edges_csv=EDGES.partition("\n")[2]),
+        {},
+        r"expected a first line of names in .*edges\.csv, got 007,7, which reads like all others; add one",
+    ),
+    "edges alone without a line of names": (
+        dict(edges_csv="1,2\n2,3\n3,1\n"),
+        {"nodes": None},
+        r"expected a first line of names in .*edges\.csv, got 1,2, which reads like all others",
+    ),
+    "labels without a line of names": (
+        dict(nodes_csv=BARE, labels_csv="007,a\n7,a\nx y,b\n"),
+        {},
+        r"expected a first line of names in .*labels\.csv, got 007,a, which .*; add one, such as id,class, or",
+    ),
+    "a class that is infinite": (
+        dict(nodes_csv="id,label\n007,0\n7,inf\nx y,1\n", edges_csv="a,b\n7,007\n"),
+        {},
+        r"expected classes in column label of .*nodes\.csv, got numbers such as inf: regression",
+    ),
     "an id that no node has": (
         dict(edges_csv=EDGES + "7,8\n"),
         {},
