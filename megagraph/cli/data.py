@@ -26,6 +26,7 @@ def import_data(
     like: Path | None = None,
     root: Path | None = None,
     features: FeatureForm = "same",
+    seed: int = 0,
 ) -> Job:
     """Make a graph store, a folder that is a --dataset of its own, from a data set or from tables.
 
@@ -36,6 +37,7 @@ def import_data(
         like: a store from tables: the same classes, and features made as there; to predict with what was trained on it.
         root: folder of the named data sets.
         features: how to keep them; "same" is as they come.
+        seed: of the synthetic graph; of a data set with several splits of its own (ten, mostly), which one is kept.
     """
     if dataset is not None and (tables != _NO_TABLES or like is not None):
         raise ValueError(f"expected a data set or tables, got {dataset} and flags of tables")
@@ -52,7 +54,7 @@ def import_data(
         if dataset is None:
             graph = read_tables(tables, None if like is None else _from_tables(like))
         else:
-            graph = load_graph(dataset, root)
+            graph = load_graph(dataset, root, seed)
         write_store(graph, out, features)
         print(describe(out))
 

@@ -130,7 +130,9 @@ def command(monkeypatch, capsys, *arguments):
 
 def test_import_info_and_train(tmp_path, monkeypatch, capsys):
     out = tmp_path / "folder" / "store"
-    assert command(monkeypatch, capsys, "data", "import", "synthetic", "--out", out, "--features", "fp16")[0] == 0
+    imported = ("data", "import", "synthetic", "--out", out, "--features", "fp16", "--seed", 3)
+    assert command(monkeypatch, capsys, *imported)[0] == 0
+    assert (open_store(out).labels == load_graph("synthetic", None, 3).labels).all()
     code, said = command(monkeypatch, capsys, "data", "info", out, "--verify")
     assert code == 0 and "64 features (float16), 6 classes" in said and "verified" in said
     assert load_graph(str(out), None).store == out
