@@ -126,8 +126,9 @@ def test_from_data_takes_a_pyg_data():
     from torch_geometric.data import Data
 
     assert Graph.from_data(Data(**vars(data())), "mine").name == "mine"
-    unlabelled = Graph.from_data(Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]])))
-    assert unlabelled.labels.tolist() == [-1, -1] and unlabelled.num_classes == 0
+    for x in (torch.ones(2, 1), torch.ones(2, 1).to_sparse()):
+        unlabelled = Graph.from_data(Data(x=x, edge_index=torch.tensor([[0], [1]])))
+        assert unlabelled.labels.tolist() == [-1, -1] and unlabelled.num_classes == 0
 
 
 NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
