@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megagraph.attention.bias import Bias
+from megagraph.attention.bias import Bias, DenseBias
 from megagraph.attention.checks import check_inputs, check_step, check_tensor, check_values
 from megagraph.attention.operator import make_step
 from megagraph.attention.packing import Packing, Rows
@@ -29,7 +29,7 @@ def packed_attention(
     Args:
         q: [T, E], or [B, M, E] of the first M slots of every sequence; float32.
         k, v: [T, E] in q's dtype.
-        bias: of shape [B or 1, H, M, S], M = S for packed queries.
+        bias: with data of all pairs, [B or 1, H or 1, M, S], M = S for packed queries.
         dropout_p, dropout_key: as for ``biased_attention``.
 
     Returns:
@@ -45,6 +45,10 @@ def packed_attention(
         q.new_empty(()).expand(batch, num_heads, n, q.shape[-1] // num_heads) for n in (num_queries, length)
     )
     check_inputs(q_whole, k_whole, k_whole, bias, packing.padding, dropout_p, dropout_key)
+    if bias is not None and bias.relation is not None:
+        raise ValueError("bias must be dense beside packing, got listed pairs; pass x as it was and key_padding_mask")
+    if isinstance(bias, DenseBias):  # every sequence and head writes the gradient of its own plane
+        bias = DenseBias(bias.values.to(q.dtype).expand(batch, num_heads, -1, -1))
     step = make_step(q_whole, bias, None, None, dropout_p, dropout_key, "blocked", True)
     queries = packing.rows if q.ndim == 2 else Rows.whole(batch, num_queries).packed()
     rows, shape = (queries, packing.rows), (batch, num_heads, num_queries, length)

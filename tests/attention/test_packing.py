@@ -68,7 +68,30 @@ def test_attention_is_that_with_padding(form, num_queries):
         torch.testing.assert_close(got, want)
 
 
-def test_a_bias_of_other_rows_is_refused():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("planes", [(4, 3), (1, 3), (4, 1), (1, 1)])
+def test_dense_biases_that_sequences_or_heads_share(planes, dtype):
+    torch.manual_seed(0)
+    attention, packing = BiasedRingAttention(24, 3), Packing(PADDING)
+    x, d_out = torch.randn(4, 5, 24), torch.randn(4, 5, 24) * ~PADDING[..., None]
+    bias = torch.randn(*planes, 5, 5, dtype=dtype, requires_grad=True)
+    got = packing.unpack(attention(packing.pack(x), bias, packing=packing))
+    want = attention(x, bias, key_padding_mask=PADDING) * ~PADDING[..., None]
+    torch.testing.assert_close(got, want)
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    gradients = [torch.autograd.grad(out, bias, d_out)[0] for out in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (torch.zeros(4, 3, 2, 5), r"bias must have shape .* \[4 or 1, 3 or 1, 5, 5\], got \[4, 3, 2, 5\]"),
+        (mg.BucketBias(torch.ones(5, 5).byte().to_sparse_csr(), torch.zeros(3, 2)), "must be dense .* listed pairs"),
+    ],
+    ids=["other rows", "listed pairs"],
+)
+def test_a_bias_that_is_refused(bias, message):
     attention = BiasedRingAttention(24, 3)
-    with pytest.raises(ValueError, match=r"bias must have shape .* \[4 or 1, 3 or 1, 5, 5\], got \[4, 3, 2, 5\]"):
-        attention(torch.randn(10, 24), torch.zeros(4, 3, 2, 5), packing=Packing(PADDING))
+    with pytest.raises(ValueError, match=message):
+        attention(torch.randn(10, 24), bias, packing=Packing(PADDING))
