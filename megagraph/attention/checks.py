@@ -123,10 +123,12 @@ def check_inputs(
 
 
 def check_scale(scale: float) -> float:
-    """The factor of q k^T, or a ValueError where it is not finite."""
+    """The factor of q k^T, or a ValueError where it is not finite, or a tensor, which would get no gradient."""
+    if isinstance(scale, Tensor):
+        raise ValueError("scale must be a number, got a tensor; multiply q by it where it is learned")
     if not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite, got {scale}; None takes D ** -0.5")
-    return scale
+    return float(scale)
 
 
 def check_operands(step: Step, q: Tensor, k: Tensor, v: Tensor, *, whole: bool) -> None:

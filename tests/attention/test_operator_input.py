@@ -152,6 +152,10 @@ BAD_INPUTS = {
     ),
     "scale of nan": (lambda: bad(scale=float("nan")), r"scale must be finite, got nan; None takes D \*\* -0.5"),
     "infinite scale": (lambda: bad(scale=-math.inf), "scale must be finite, got -inf"),
+    "a tensor as scale": (
+        lambda: bad(scale=torch.tensor(0.5, requires_grad=True)),
+        "scale must be a number, got a tensor; multiply q by it",
+    ),
     "probability": (lambda: bad(dropout_p=1.0), r"dropout_p must be in \[0, 1\), got 1.0"),
     "no key": (lambda: bad(dropout_p=0.5), r"needs dropout_key, torch.int32 \[B\] = \[2\], got None"),
     "key dtype": (lambda: bad(dropout_p=0.5, dropout_key=torch.zeros(2, dtype=torch.int64)), r"got torch.int64 \[2\]"),
