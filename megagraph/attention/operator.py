@@ -212,7 +212,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out, d_lse):
         q, k, v, *tensors, out, lse = saved = ctx.saved_tensors
-        step, learned_grad = Step.join(ctx.values, tensors), ctx.needs_input_grad[4]
+        step, learned_grad = Step.join(ctx.values, iter(tensors)), ctx.needs_input_grad[4]
         if d_out is None:
             d_out = torch.zeros_like(out)
         if is_watched(d_out) or torch.is_grad_enabled():

@@ -76,8 +76,9 @@ class _PackedAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q_h, k_h, v_h, out_h = _heads(shape[1], q, k, v, out)
         loops.forward(step, q_h, k_h, v_h, State(first=True, last=True, out=out_h), rows)
-        ctx.save_for_backward(q, k, v, learned)
-        ctx.step, ctx.rows, ctx.shape = step.but(learned=None), rows, shape
+        ctx.values, tensors = step.split()
+        ctx.save_for_backward(q, k, v, *tensors)
+        ctx.rows, ctx.shape = rows, shape
         return out
 
     @staticmethod
@@ -85,11 +86,12 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx, d_out: Tensor):
         from megagraph.attention.cpu import rows as loops
 
-        q, k, v, learned = ctx.saved_tensors
-        step = ctx.step.but(learned=learned)
+        q, k, v, *tensors = ctx.saved_tensors
+        step = Step.join(ctx.values, iter(tensors))
+        learned = step.learned
         _check(step, q, k, v, ctx.rows, ctx.shape, d_out.shape[-1])
         gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        d_learned = torch.zeros_like(learned) if ctx.needs_input_grad[3] else None
+        d_learned = torch.zeros_like(learned) if learned is not None and ctx.needs_input_grad[3] else None
         q, k, v, d_out, dq, dk, dv = _heads(ctx.shape[1], q, k, v, d_out, *gradients)
         none = d_out.new_empty(*d_out.shape[:2], 0)  # nobody asks for lse
         sums = Gradients(d_out=d_out, lse=none, delta=none, dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=False)

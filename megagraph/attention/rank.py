@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -98,25 +98,24 @@ class RankAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, way, layouts, steps, *inputs):
-        ctx.way, ctx.layouts = way, layouts
-        # the learned part is an input of its own, for autograd's sake
-        ctx.steps = [tuple(step.but(learned=None) for step in of_rank) for of_rank in steps]
-        states, kept = way.forward([rank.prepared() for rank in _ranks(ctx, inputs)])
+        states, kept = way.forward([rank.prepared() for rank in _ranks(layouts, steps, inputs)])
         results = [x for state in states for x in (state.out, state.lse)]
-        ctx.save_for_backward(*inputs, *results, *kept)
+        # the learned part is an input of its own, for autograd's sake
+        parts = [[step.but(learned=None).split() for step in of_rank] for of_rank in steps]
+        ctx.way, ctx.layouts, ctx.num_kept = way, layouts, len(kept)
+        ctx.values = [[values for values, _ in of_rank] for of_rank in parts]
+        of_steps = (x for of_rank in parts for _, tensors in of_rank for x in tensors)
+        ctx.save_for_backward(*inputs, *results, *kept, *of_steps)
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        tensors = ctx.saved_tensors  # activation checkpointing lets them be read once
-        num_inputs, num_results = 4 * len(ctx.layouts), 2 * len(ctx.layouts)
-        inputs, results, kept = (
-            tensors[:num_inputs],
-            tensors[num_inputs : num_inputs + num_results],
-            tensors[num_inputs + num_results :],
-        )
-        ranks, learned_grad = _ranks(ctx, inputs), ctx.needs_input_grad[6]
+        tensors = iter(ctx.saved_tensors)  # activation checkpointing lets them be read once
+        sizes = 4 * len(ctx.layouts), 2 * len(ctx.layouts), ctx.num_kept
+        inputs, results, kept = (tuple(islice(tensors, size)) for size in sizes)
+        steps = [[Step.join(values, tensors) for values in of_rank] for of_rank in ctx.values]
+        ranks, learned_grad = _ranks(ctx.layouts, steps, inputs), ctx.needs_input_grad[6]
         own = [
             rank.gradients(out, lse, d_out, d_lse, learned_grad)
             for rank, out, lse, d_out, d_lse in zip(
@@ -128,9 +127,9 @@ class RankAttention(torch.autograd.Function):
         return *(None,) * 3, *(None if d is None else d.to(x.dtype) for d, x in zip(flat, inputs, strict=True))
 
 
-def _ranks(ctx: Any, inputs: tuple[Tensor, ...]) -> list[Rank]:
+def _ranks(layouts: list[NodeLayout], steps: Sequence[Sequence[Step]], inputs: tuple[Tensor, ...]) -> list[Rank]:
     ranks = []
-    for i, (layout, steps) in enumerate(zip(ctx.layouts, ctx.steps, strict=True)):
+    for i, (layout, of_rank) in enumerate(zip(layouts, steps, strict=True)):
         q, k, v, learned = inputs[4 * i : 4 * i + 4]
-        ranks.append(Rank(layout, tuple(step.but(learned=learned) for step in steps), q, k, v))
+        ranks.append(Rank(layout, tuple(step.but(learned=learned) for step in of_rank), q, k, v))
     return ranks

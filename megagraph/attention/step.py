@@ -6,7 +6,7 @@ order: ``schema`` says them, ``flat`` gives them, ``read`` takes them back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
@@ -115,9 +115,9 @@ class Step(Arguments):
         return values | _NO_TENSORS, tuple(map(values.__getitem__, _NO_TENSORS))
 
     @classmethod
-    def join(cls, values: dict[str, Any], tensors: Iterable[Tensor | None]) -> Step:
-        """What :meth:`split` took apart."""
-        return cls(**(values | dict(zip(_NO_TENSORS, tensors, strict=True))))
+    def join(cls, values: dict[str, Any], tensors: Iterator[Tensor | None]) -> Step:
+        """What :meth:`split` took apart, from the next tensors."""
+        return cls(**(values | {name: next(tensors) for name in _NO_TENSORS}))
 
 
 _NO_TENSORS = {name: None for name, kind in get_type_hints(Step).items() if kind == Tensor | None}

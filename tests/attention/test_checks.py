@@ -178,7 +178,10 @@ def test_packed_rows():
     with pytest.raises(ValueError, match=r"data must have shape \[2 or 1, 5, 5\], got \[1, 1, 1\]"):
         out.sum().backward(retain_graph=True)
     index.data = before
-    out.sum().backward()
+    out.sum().backward(retain_graph=True)
+    index.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
     freed = torch.randn(8, 6)
     freed.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="k needs 192 bytes of its storage, got 0"):

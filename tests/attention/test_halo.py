@@ -112,6 +112,29 @@ def test_data_are_put_in_order_once_and_anew_after_a_change():
     assert torch.equal(halo.step(step).data, step.data[halo.pairs]) and not torch.equal(ordered, halo.step(step).data)
 
 
+@pytest.mark.parametrize(
+    ("form", "way", "name"),
+    [
+        *itertools.product(["bucket"], ["ring", "allgather", "ulysses"], ["padding", "key"]),
+        ("bucket", "halo", "key"),  # which copies the padding
+        *itertools.product(["bordered"], ["ring", "halo"], ["super rows", "key"]),
+    ],
+)
+def test_what_changes_in_place_before_backward_is_refused(form, way, name):
+    _, given, _ = problem("bucket", "hub", M=19, N=19, dropout_p=0.3)
+    parts, bias = {"padding": given.padding, "key": given.dropout_key}, given.bias
+    if form == "bordered":
+        whole, data = bordered(2, regular=17)
+        parts["super rows"], bias = data.super_rows, data.bias(whole.bias.table)
+    options = dict(num_super=2, world_size=1, comm=way, key_padding_mask=given.padding)
+    out, _ = loopback_attention(
+        given.q.requires_grad_(), given.k, given.v, bias, **options, dropout_p=0.3, dropout_key=given.dropout_key
+    )
+    parts[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 BAD = {
     "dense bias": (
         dict(comm="halo", bias=torch.zeros(6, 6)),
