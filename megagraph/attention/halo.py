@@ -57,9 +57,12 @@ class Halo:
 
     def ordered(self, data: Tensor) -> Tensor:
         """Data [P, ...] of the rank's pairs, as these follow here; kept until it changes."""
+        if data.is_inference():  # has no version
+            return data[self.pairs]
         version, ordered = self._ordered.get(data, (-1, data))
         if version != data._version:
-            ordered = data[self.pairs]
+            with torch.inference_mode(False):  # training takes it, too
+                ordered = data[self.pairs]
             self._ordered[data] = (data._version, ordered)
         return ordered
 
@@ -76,6 +79,7 @@ class Halo:
 _plans: WeakKeyDictionary[Relation, dict[NodeLayout, Halo]] = WeakKeyDictionary()
 
 
+@torch.inference_mode(False)  # training takes what evaluation has made
 def plan(exchange: Exchange, layouts: list[NodeLayout], relations: list[Relation]) -> list[Halo]:
     """The halo of every rank that is here, made where its relation comes for the first time; collective then."""
     keys = list(zip(layouts, relations, strict=True))

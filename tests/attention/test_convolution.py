@@ -55,6 +55,17 @@ def test_sums_and_gradients_are_those_of_the_dense_matrix(world_size, num_nodes,
         torch.testing.assert_close(gradient, matrix.T @ weight, rtol=0, atol=1e-12)
 
 
+def test_training_takes_what_inference_has_found():
+    whole, layouts = neighbours_of(symmetric(20, 0.2).float()), [NodeLayout(20, 0, rank, 2) for rank in range(2)]
+    inputs = [torch.randn(10, 3, requires_grad=True) for _ in layouts]
+    with torch.inference_mode():
+        parts = [whole.shard(layout) for layout in layouts]
+        want = convolve(Loopback(), layouts, parts, inputs)
+    out = convolve(Loopback(), layouts, parts, inputs)
+    assert all(map(torch.equal, out, want))
+    torch.cat(out).sum().backward()
+
+
 @DEVICES
 def test_sums_are_made_in_fp32(device):
     matrix = symmetric(200, 1.0).float().to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -133,6 +134,23 @@ def test_what_changes_in_place_before_backward_is_refused(form, way, name):
     parts[name].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_training_takes_what_inference_has_found():
+    """What is put in order there is kept; data that were made there have no version."""
+    whole, data = bordered(2, regular=17)
+    table = whole.bias.table.requires_grad_()
+
+    def attend(data):
+        options = dict(num_super=2, world_size=1, comm="halo")
+        return loopback_attention(whole.q, whole.k, whole.v, data.bias(table), **options)[0]
+
+    with torch.inference_mode():
+        want = attend(data)
+        assert torch.equal(attend(replace(data, index=data.index.clone())), want)
+    out = attend(data)
+    assert torch.equal(out, want)
+    out.sum().backward()
 
 
 BAD = {
