@@ -65,8 +65,9 @@ def tiles_of(
     return Tiles(first_tile, columns, numbers.view(-1, *size))
 
 
-def _version(x: Tensor | None) -> int:
-    return -1 if x is None or x.is_inference() else x._version  # one of inference has none
+def _version(x: Tensor | None) -> object:
+    """Equal as long as x is; a tensor of inference has no version, and may change."""
+    return -1 if x is None else object() if x.is_inference() else x._version
 
 
 def _make(

@@ -64,13 +64,24 @@ def test_they_are_kept_until_something_changes():
     assert tiles(given.bias, buckets=index).others is not first.others
 
 
-def test_tensors_of_inference_have_tiles():
+def test_tensors_of_inference_are_looked_at_anew():
     _, given, _ = problem("bucket", "hub", S=S, M=M, N=N)
+    starts, columns, index = given.bias.relation.row_starts, given.bias.relation.columns, given.bias.index
     with torch.inference_mode():
-        index = given.bias.index.clone()
-        assert torch.equal(
-            tiles(given.bias, buckets=index).numbers, tiles(given.bias, buckets=given.bias.index).numbers
-        )
+        copied_columns, copied_index = columns.clone(), index.clone()
+
+        def same():
+            of = [
+                tiles_of(starts, x, None, N, M, (16, 32), y) for x, y in ((columns, index), (copied_columns, copied_index))
+            ]
+            return torch.equal(of[0].others, of[1].others) and torch.equal(of[0].numbers, of[1].numbers)
+
+        assert same()
+        for x in (copied_index, copied_columns):
+            x[-1] -= 1
+            assert not same()
+            x[-1] += 1
+            assert same()
 
 
 def test_a_relation_without_pairs_has_a_tile_that_nobody_visits():
