@@ -47,7 +47,7 @@ def _sparse_rows(bias: B, field: str, index: Tensor | slice) -> B:
     """The sparse bias of these rows, whose field has the values of the pairs."""
     assert bias.relation is not None
     rows = torch.arange(bias.relation.shape[1])
-    wanted = rows[index] if isinstance(index, slice) else index
+    wanted = rows[index if isinstance(index, slice) else index.cpu()]
     if isinstance(index, slice) and torch.equal(wanted, rows):
         return bias
     relation, pairs = bias.relation.take(wanted)

@@ -350,7 +350,9 @@ def test_the_lists_are_those_of_the_pairs():
     assert relation.key_rows.tolist() == row[by_key].tolist()
 
 
-@pytest.mark.parametrize("index", [slice(1, 20, 3), slice(0, 0), torch.tensor([22, 3, 3, 0])], ids=str)
+@pytest.mark.parametrize(
+    "index", [slice(1, 20, 3), slice(0, 0), torch.tensor([22, 3, 3, 0]), torch.tensor([-1, 2]), torch.arange(23) > 9]
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_those_of_the_dense_bias(form, index):
     dense, given, _ = problem(form, "hub")
