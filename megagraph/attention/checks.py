@@ -84,9 +84,10 @@ def check_inputs(
                 + ("; add several by megagraph.add_biases" if isinstance(bias, tuple | list) else "")
             )
         shape = tuple(bias.shape)
-        heads_allowed = (1, heads) if isinstance(bias, DenseBias) else (heads,)
+        shared = isinstance(bias, DenseBias) and bias.relation is None
+        heads_allowed = (1, heads) if shared else (heads,)
         if shape[0] not in (1, batch) or shape[1] not in heads_allowed or shape[2:] != (rows, columns):
-            expected_heads = f"{heads} or 1" if isinstance(bias, DenseBias) else f"{heads}"
+            expected_heads = f"{heads} or 1" if shared else f"{heads}"
             if not isinstance(bias, DenseBias) and shape[1] != heads == bias.learned.shape[1]:
                 what = "weight [H, C]" if isinstance(bias, ProjectedBias) else "table [H, R]"
                 raise ValueError(

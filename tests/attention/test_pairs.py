@@ -309,6 +309,13 @@ BAD = {
         lambda: mg.biased_attention(*(torch.zeros(1, 3, n, 4) for n in (2, 4, 4)), BucketBias(GOOD, TABLE)),
         r"bias must have shape",
     ),
+    "one head for all": (
+        lambda: mg.biased_attention(
+            *(torch.zeros(1, 2, n, 4) for n in (2, 4, 4)),
+            DenseBias(with_lists([0, 2, 1], size=(2, 4, 1), values=torch.zeros(3, 1))),
+        ),
+        r"\[1 or 1, 2, 2, 4\], got \[1, 1, 2, 4\]",
+    ),
     "bucket": (
         lambda: mg.biased_attention(
             *(torch.zeros(1, 2, n, 4) for n in (2, 4, 4)),
