@@ -58,6 +58,7 @@ class NodeLayout:
             raise ValueError(f"rank must be in 0..world_size - 1 = {self.world_size - 1}, got {self.rank}")
         if self.cuts is None:
             return
+        object.__setattr__(self, "cuts", tuple(self.cuts))  # a list has no hash
         ends = (self.cuts[0], self.cuts[-1]) if len(self.cuts) == self.world_size + 1 else None
         if ends != (0, self.num_nodes) or any(start >= end for start, end in pairwise(self.cuts)):
             raise ValueError(

@@ -44,6 +44,11 @@ def test_shard_sends_gradients_back():
     assert x.grad[0, :, 0].tolist() == [1.0] * 5 + [3.0] * 2
 
 
+def test_cuts_may_be_a_list():
+    listed = mg.NodeLayout(6, 0, 0, 2, [0, 2, 6])
+    assert {listed} == {mg.NodeLayout(6, 0, 0, 2, (0, 2, 6))}
+
+
 BAD_LAYOUTS = {
     "no regular nodes": (dict(num_nodes=0, num_super=1), "expected num_nodes >= 1 and num_super >= 0, got 0 and 1"),
     "negative": (dict(num_nodes=3, num_super=-1), "expected num_nodes >= 1 and num_super >= 0, got 3 and -1"),
