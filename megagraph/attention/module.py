@@ -71,8 +71,8 @@ class BiasedRingAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim % num_heads:
-            raise ValueError(f"num_heads must divide embed_dim = {embed_dim}, got {num_heads}")
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must be at least 1 and divide embed_dim = {embed_dim}, got {num_heads}")
         self.num_heads = num_heads
         self.dropout = dropout
         self.mesh = mesh
@@ -143,6 +143,8 @@ class BiasedRingAttention(nn.Module):
         if packing is None and x.ndim != 3:
             raise ValueError(f"x must have shape [B, S, E], got {list(x.shape)}; one sequence is x[None]")
         batch, rows = x.shape[:2] if packing is None else packing.padding.shape
+        if num_queries is not None and not 0 <= num_queries <= rows:
+            raise ValueError(f"num_queries must be in 0..{rows}, the rows that are here, got {num_queries}")
         world_size = 1 if self.mesh is None else self.mesh.size()
         if layout is None:
             if world_size > 1:
