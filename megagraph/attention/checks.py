@@ -45,7 +45,7 @@ def check_inputs(
     """
     given = {"q": q, "k": k, "v": v, "key_padding_mask": key_padding_mask, "dropout_key": dropout_key}
     for name, x in given.items():
-        if x is not None:
+        if x is not None or name in "qkv":
             check_strided(name, x)
     if q.ndim != 4:
         raise ValueError(f"q must have shape [B, H, M, D], got {tuple(q.shape)}")

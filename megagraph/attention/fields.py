@@ -15,11 +15,13 @@ MAX_CHANNELS = 16
 
 
 def check_strided(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for a tensor whose numbers do not stand at strides."""
+    """Raise ValueError for what is no tensor, or one whose numbers do not stand at strides."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}; torch.as_tensor makes one")
     if tensor.is_nested:
         raise ValueError(
             f"{name} must be a dense tensor, got a nested one; pad it (torch.nested.to_padded_tensor) and pass "
-            "key_padding_mask"
+            "key_padding_mask, or have nn.TransformerEncoder make none: enable_nested_tensor=False"
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of {tensor.layout}; pass its to_dense()")

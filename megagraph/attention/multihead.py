@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from megagraph.attention.bias import Bias, DenseBias
 from megagraph.attention.engines import Impl
+from megagraph.attention.fields import check_strided
 from megagraph.attention.operator import as_bias, biased_attention
 
 
@@ -107,6 +108,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError("need_weights must be False, got True: the weights never exist as a whole")
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask must be there with is_causal=True, got None; pass the causal mask")
+        check_strided("query", query)
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))

@@ -158,6 +158,20 @@ def call(attn_bias=None, **arguments):
     return lambda: ours(x, x, x, **arguments)
 
 
+def of_ring(**arguments):
+    return lambda: mg.BiasedRingAttention(E, H)(torch.zeros(B, N, E), **arguments)
+
+
+@torch.no_grad()
+def encode_nested():
+    layer = nn.TransformerEncoderLayer(E, H, 64, batch_first=True)
+    layer.self_attn = mg.MultiheadAttention.from_multihead_attention(layer.self_attn)
+    x, _, padding, _ = inputs()
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    encoder.use_nested_tensor = True  # as it is where the layer gets ours later
+    encoder(x, src_key_padding_mask=padding)
+
+
 def converted(**options):
     return lambda: mg.MultiheadAttention.from_multihead_attention(nn.MultiheadAttention(E, H, **options))
 
@@ -170,14 +184,20 @@ BAD = {
     "mask of other heads": (call(attn_mask=torch.zeros(3, N, N)), r"got \[3, 27, 27\]"),
     "mask beside buckets": (call(BUCKETS, attn_mask=torch.zeros(N, N)), "must be None beside a BucketBias"),
     "padding in numbers": (call(key_padding_mask=torch.full((B, N), 0.5)), "key_padding_mask must be bool, or 0"),
+    "a nested tensor": (encode_nested, "query must be a dense tensor, got a nested one; .*enable_nested_tensor=False"),
     "bias of other nodes": (call(torch.zeros(N + 1, N)), "bias must have shape"),
     "width of keys": (converted(kdim=16), "keys and values must be as wide as queries, 32, got 16 and 32"),
     "key of its own": (converted(add_bias_kv=True), "add_bias_kv and add_zero_attn must be off"),
     "one sequence": (lambda: mg.BiasedRingAttention(E, H)(torch.zeros(N, E)), r"x must have shape \[B, S, E\], got"),
+    "no heads": (lambda: mg.BiasedRingAttention(E, 0), "num_heads must be at least 1 and divide embed_dim = 32, got 0"),
+    "negative heads": (lambda: mg.BiasedRingAttention(E, -4), "num_heads must be at least 1 .* got -4"),
+    "more queries than rows": (of_ring(num_queries=N + 1), r"num_queries must be in 0\.\.27, .* got 28"),
+    "negative queries": (of_ring(num_queries=-1), r"num_queries must be in 0\.\.27, .* got -1"),
     "zero key": (converted(add_zero_attn=True), "add_bias_kv and add_zero_attn must be off"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case):
     make, message = BAD[case]

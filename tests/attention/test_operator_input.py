@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -113,6 +114,25 @@ BAD_INPUTS = {
         r"key_padding_mask must be torch.bool \[B, N\] = \[2, 5\]",
     ),
     "float padding": (lambda: bad(key_padding_mask=torch.zeros(2, 5)), "got torch.float32"),
+    "an array as q": (lambda: bad(q=np.zeros((2, 2, 3, 4))), "q must be a tensor, got ndarray; torch.as_tensor"),
+    "no k": (lambda: bad(k=None), "k must be a tensor, got NoneType"),
+    "an array as index": (
+        lambda: bad(bias=mg.BucketBias(INDEX.numpy(), torch.zeros(2, 4))),
+        "BucketBias index must be a tensor, got ndarray",
+    ),
+    "a list as table": (
+        lambda: bad(bias=mg.BucketBias(INDEX, [[0.0]] * 2)),
+        "BucketBias table must be a tensor, got list",
+    ),
+    "a list as mask": (
+        lambda: bad(bias=mg.ProjectedBias(CHANNELS, torch.zeros(2, 2), [[False]])),
+        "ProjectedBias mask must be a tensor, got list",
+    ),
+    "a list as padding": (
+        lambda: bad(key_padding_mask=[[False] * 5] * 2),
+        "key_padding_mask must be a tensor, got list",
+    ),
+    "a list as key": (lambda: bad(dropout_key=[1, 2]), "dropout_key must be a tensor, got list"),
     "sparse q": (
         lambda: bad(q=torch.zeros(2, 2, 3, 4).to_sparse()),
         r"q must be a dense tensor, got one of .*to_dense",

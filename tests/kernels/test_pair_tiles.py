@@ -72,7 +72,8 @@ def test_tensors_of_inference_are_looked_at_anew():
 
         def same():
             of = [
-                tiles_of(starts, x, None, N, M, (16, 32), y) for x, y in ((columns, index), (copied_columns, copied_index))
+                tiles_of(starts, x, None, N, M, (16, 32), y)
+                for x, y in ((columns, index), (copied_columns, copied_index))
             ]
             return torch.equal(of[0].others, of[1].others) and torch.equal(of[0].numbers, of[1].numbers)
 
