@@ -19,13 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megagraph.attention import reference, reuse
 from megagraph.attention.bias import Bias, DenseBias
-from megagraph.attention.checks import (
-    check_inputs,
-    check_operands,
-    check_scale,
-    check_tensor,
-    check_values,
-)
+from megagraph.attention.checks import check_inputs, check_operands, check_scale, check_tensor, check_values
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
 from megagraph.attention.fields import check_strided
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
@@ -99,8 +93,8 @@ def biased_attention(
 
     Raises:
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
-        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. Forward-mode differentiation but
-            by ``"reference"``.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. Forward-mode differentiation, or
+            that of ``torch.func``, but by ``"reference"``.
 
     Examples:
         >>> q, k, v = (torch.randn(2, 4, 50, 8, requires_grad=True) for _ in range(3))
@@ -421,8 +415,8 @@ def _backward(ctx, d_out, d_lse):
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refuse_tangents(key: str) -> None:
-    """Forward mode: a formula of torch.library has none, and drops the tangents where no input requires a gradient."""
+def _refuse_transforms(key: str) -> None:
+    """A formula of torch.library knows none, and drops the tangents where no input requires a gradient."""
     kernel = torch.library.get_kernel("megagraph::biased_attention", key)
 
     def autograd(keyset, *arguments):
@@ -431,6 +425,12 @@ def _refuse_tangents(key: str) -> None:
                 "biased_attention has no forward-mode derivative, got a tangent (torch.func.jvp, jacfwd, forward_ad); "
                 "use reverse mode, or impl='reference'"
             )
+        wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
+        if wanted and torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "biased_attention has no derivative by torch.func (grad, vjp, jacrev), got inputs that ask for one; "
+                "use torch.autograd.grad, or impl='reference'"
+            )
         return kernel.call_boxed(keyset, *arguments)
 
     _library.impl("biased_attention", autograd, key, with_keyset=True)
@@ -438,7 +438,7 @@ def _refuse_tangents(key: str) -> None:
 
 _library = torch.library.Library("megagraph", "FRAGMENT")
 for _key in ("AutogradCPU", "AutogradCUDA"):
-    _refuse_tangents(_key)
+    _refuse_transforms(_key)
 
 
 def learned_gradient(step: Step, q: Tensor, learned: Tensor, *, accumulate: bool) -> Tensor:

@@ -196,10 +196,18 @@ def jacfwd(attend, x):
     return torch.func.jacfwd(attend)(x)
 
 
-@pytest.mark.parametrize("differentiate", [jvp, dual, jacfwd])
+def grad(attend, x):
+    return torch.func.grad(lambda x: attend(x).square().sum())(x)
+
+
+def grad_of_several(attend, x):
+    return torch.func.vmap(lambda x: grad(attend, x))(torch.stack([x, x]))
+
+
+@pytest.mark.parametrize("differentiate", [jvp, dual, jacfwd, grad, grad_of_several])
 @pytest.mark.parametrize("impl", [*IMPLS, pytest.param("blocked_long", marks=of_a_cpu)])
 @pytest.mark.parametrize("of_table", [False, True])
-def test_forward_mode_is_refused(impl, differentiate, of_table):
+def test_derivatives_but_by_autograd_are_refused(impl, differentiate, of_table):
     problem = make_problem("bucket", Shape(5, 7, 4), dtype=torch.float32)
     q, k, v, table = problem.inputs
 
@@ -208,10 +216,25 @@ def test_forward_mode_is_refused(impl, differentiate, of_table):
         return mg.biased_attention(*given, impl=impl)
 
     x = table if of_table else q
-    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative, .*or impl='reference'"):
+    with pytest.raises(NotImplementedError, match=r"no (forward-mode )?derivative.*or impl='reference'"):
         differentiate(attend, x)
     assert differentiate(lambda x: attend(x, "reference"), x).any()
     assert torch.equal(attend(x.clone().requires_grad_()), attend(x))
+    for other in (lambda y: y.sum() * attend(x), torch.no_grad()(attend)):  # which ask for no derivative of it
+        grad(other, x)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_several_by_vmap(impl):
+    q = torch.randn(3, 2, 2, 5, 4, device=DEVICE, requires_grad=True)
+
+    def attend(x):
+        return mg.biased_attention(x, x, x, impl=impl)
+
+    results = torch.func.vmap(attend)(q), torch.stack([attend(x) for x in q])
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q) for x in results))
 
 
 @pytest.mark.parametrize("form", FORMS)
