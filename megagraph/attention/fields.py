@@ -14,7 +14,7 @@ MAX_BUCKETS = 255
 MAX_CHANNELS = 16
 
 
-def check_strided(name: str, tensor: Tensor) -> None:
+def check_strided(name: str, tensor: object) -> None:
     """Raise ValueError for what is no tensor, or one whose numbers do not stand at strides."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}; torch.as_tensor makes one")
