@@ -387,8 +387,10 @@ class BorderedData:
         if device == self.index.device:
             return self
         if device not in self._moved:
-            moved = (x.to(device, non_blocking=non_blocking) for x in (self.index, self.super_columns, self.super_rows))
-            self._moved[device] = BorderedData(self.relation.to(device), *moved)
+            with torch.inference_mode(False):  # training takes it, too
+                parts = (self.index, self.super_columns, self.super_rows)
+                moved = (x.to(device, non_blocking=non_blocking) for x in parts)
+                self._moved[device] = BorderedData(self.relation.to(device), *moved)
         return self._moved[device]
 
     def shard(self, layout: NodeLayout) -> BorderedData:

@@ -148,9 +148,11 @@ def test_training_takes_what_inference_has_found():
     with torch.inference_mode():
         want = attend(data)
         assert torch.equal(attend(replace(data, index=data.index.clone())), want)
+        moved = data.to("meta")
     out = attend(data)
     assert torch.equal(out, want)
     out.sum().backward()
+    assert not any(x.is_inference() for x in (moved.index, moved.super_rows, *moved.relation.lists.values()))
 
 
 BAD = {
