@@ -110,7 +110,7 @@ def test_a_file_gives_what_its_flags_give_and_those_of_the_command_line_win(call
     [
         ("computers", "full", {}),
         ("pubmed", "full", {"label_input": 0.5}),
-        ("wordnet30", "full", {"partitions": 8, "evaluate_every": 4}),
+        ("wordnet30", "full", {"partitions": 8, "evaluate_every": 4, "label_input": 0.5}),
         ("debian12", "full", {"partitions": 8, "evaluate_every": 4, "label_input": 0.5}),
         ("tolokers", "full", {"propagate": 2}),
         *((name, "full-small", {}) for name in ("cora", "citeseer")),
