@@ -360,7 +360,8 @@ def _errors_of(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:  # a BaseException, which nobody expects
         failed, (cause, _) = min(error.failures.items())
-        raise OSError(f"{folder} (rank {failed}): {cause}") from error
+        own = cause if rank() in error.failures else dist.DistError("a peer could not")  # which names itself
+        raise OSError(f"{folder} (rank {failed}): {cause}") from own
 
 
 def _is_ours(name: str) -> bool:

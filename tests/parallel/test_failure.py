@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bench.failures import case, compile_loops
+from megagraph import checkpoint
 from megagraph.parallel.failure import is_of_a_peer
 
 UNANSWERED = r"rank 1 does not answer \(killed, stopped or cut off\), last seen in "
@@ -37,6 +39,16 @@ def test_every_rank_names_the_one_that_failed(rows, fault):
     assert row["exit_code"] != 0
     assert row["silent_ranks"] == []
     assert len(row["causes"]) == 1 and re.fullmatch(CASES[fault], row["causes"][0]), row["causes"]
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_the_rank_whose_disk_is_full_names_its_error(own, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "rank", lambda: own)
+    full = OSError(27, "File too large")
+    with pytest.raises(OSError, match=r"rank 0.*File too large") as caught, checkpoint._errors_of(tmp_path):
+        raise CheckpointException("save", {0: (full, None)})
+    assert is_of_a_peer(caught.value) == (own == 1)
+    assert own == 1 or caught.value.__cause__ is full
 
 
 def test_an_error_of_a_peer_is_told_from_an_own_one():
