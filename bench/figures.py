@@ -159,8 +159,8 @@ def tuned_alike(at: At) -> Iterator[str]:
     ahead, behind = sum(low > 0 for low, _ in intervals), sum(high < 0 for _, high in intervals)
     for name in ("wordnet30", "debian12"):
         steps = sets[name]["partitions"]
-        on_parts = " and ".join(SYSTEMS[system] for system in ("megagraph", "gcn", "sage", "gat") if system in steps)
-        yield f"{name}'s {on_parts} took steps on {steps['megagraph']} partitions"
+        *others, last = (SYSTEMS[system] for system in ("megagraph", "gcn", "sage", "gat") if system in steps)
+        yield f"{name}'s {', '.join(others)} and {last} took steps on {steps['megagraph']} partitions"
     yield f"By these intervals ours is ahead on {ahead} and behind on {behind} of the {len(intervals)}"
     outdated = [called for name, called in SETS.items() if "megagraph" in sets[name]["outdated"]]
     if outdated:
