@@ -181,11 +181,6 @@ class Trainer:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             check_equal("the device", {"type": device.type})
-            if world_size() > 1 and config.lock_wait >= config.timeout:
-                raise ValueError(
-                    f"lock_wait must be below timeout = {config.timeout:g} s, after which other ranks wait no longer, "
-                    f"got {config.lock_wait:g}; pass a longer --timeout"
-                )
             run, state = _enter(config)
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
