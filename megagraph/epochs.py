@@ -203,12 +203,11 @@ class Epochs:
 
         Epochs may differ in their batches, and some batches have nothing to train on.
         """
-        total = batches = self.config.epochs * self.first_batches
+        end, most = self.config.epochs * self.first_batches, self.config.max_steps
         place = self.epoch * self.first_batches + (self.batch - 1) * (self.first_batches / self.epoch_batches)
-        if self.config.max_steps is None or self.config.max_steps >= batches:
-            return place, total
-        total = self.config.max_steps
-        return max(self.step, place * total / batches), total
+        if most is None or most >= end:
+            return place, end
+        return max(self.step, place * most / end), most
 
     @property
     def _in_vain(self) -> bool:
