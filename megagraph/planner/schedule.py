@@ -70,6 +70,8 @@ def in_flight(plan: Plan) -> list[tuple[int, ...]]:
     num, pp = plan.num_microbatches, plan.pp
     if pp == 1:
         return [(1,)]
+    if plan.schedule == "zero_bubble":  # until the gradients of its weights, which come later by a rank's number
+        return [(pp,) * plan.stages_per_rank] * pp
     if plan.stages_per_rank == 1:
         return [(num if plan.schedule == "gpipe" else min(num, pp - rank),) for rank in range(pp)]
     return count_in_flight(pp, plan.stages_per_rank, num)

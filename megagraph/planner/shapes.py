@@ -51,9 +51,7 @@ def _schedules(pp: int, num_layers: int, local_batch: int, asked: str | None) ->
     yield dict(num_microbatches=1)
     if pp > num_layers:
         return
-    for num in divisors(local_batch):
-        if not 1 < num <= MAX_MICROBATCHES:
-            continue
+    for num in _microbatch_counts(local_batch):
         yield dict(num_microbatches=num)
         if pp == 1:
             continue
@@ -67,6 +65,12 @@ def _schedules(pp: int, num_layers: int, local_batch: int, asked: str | None) ->
         # on paper it runs like 1F1B with attention's backward pass twice: only for who asks for it
         if asked == "zero_bubble":
             yield dict(num_microbatches=num, schedule="zero_bubble")
+
+
+def _microbatch_counts(local_batch: int) -> list[int]:
+    """Above 1: what divides a replica's sequences, and as many as have 1, 2, 4, ... each, but for the last one."""
+    by_size = (-(-local_batch // 2**power) for power in range(local_batch.bit_length()))
+    return sorted(num for num in {*divisors(local_batch), *by_size} if 1 < num <= MAX_MICROBATCHES)
 
 
 def divisors(number: int) -> list[int]:

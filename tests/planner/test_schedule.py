@@ -6,7 +6,7 @@ import pytest
 
 import megagraph as mg
 from megagraph.planner.schedule import Work, in_flight, order, slots_of
-from tests.planner.torch_schedules import torch_slots
+from tests.planner.torch_schedules import torch_slots, torch_zero_bubble
 
 PLANS = {
     "gpipe": mg.Plan(pp=3, num_microbatches=4),
@@ -35,3 +35,15 @@ def test_in_flight():
                 running += -1 if work.backward else 1
                 most = max(most, running)
             assert sum(kept) == most
+
+
+@pytest.mark.parametrize(("pp", "per_rank", "num"), [(2, 1, 2), (4, 1, 8), (3, 1, 9), (2, 2, 4), (3, 2, 3), (4, 3, 12)])
+def test_zero_bubble_keeps_micro_batches_until_gradients_of_weights(pp, per_rank, num):
+    plan = mg.Plan(pp=pp, stages_per_rank=per_rank, num_microbatches=num, schedule="zero_bubble", shard=True)
+    for rank, predicted in enumerate(in_flight(plan)):
+        kept, most = [0] * per_rank, (0,) * per_rank
+        for action in torch_zero_bubble(pp, per_rank, num, rank):
+            kind = action and action.computation_type.name
+            kept[action.stage_index // pp if action else 0] += {"FORWARD": 1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+            most = max(most, tuple(kept), key=sum)
+        assert predicted == most

@@ -10,7 +10,7 @@ import pytest
 import megagraph as mg
 from bench.experiments.search import bound_of
 from megagraph.planner.searching import HEADROOM
-from megagraph.planner.shapes import shapes
+from megagraph.planner.shapes import MAX_MICROBATCHES, shapes
 from megagraph.planner.split import lightest_split
 from tests.planner import synthetic
 from tests.planner.test_split import all_splits
@@ -48,6 +48,19 @@ def test_the_best_plan_is_the_best_of_all(cost, world_size):
         assert found.best.peak_bytes <= limit
         assert found.best.step_seconds == pytest.approx(cost.step_seconds(CONFIG, found.best.plan), rel=1e-12)
         assert found.best.peak_bytes == pytest.approx(max(cost.memory_bytes(CONFIG, found.best.plan)), rel=1e-12)
+
+
+@pytest.mark.parametrize("sequences", [29, 97, 106])
+def test_a_batch_with_few_divisors_has_micro_batches(cost, sequences):
+    """Next to the best of every number of them, the last one with fewer sequences than the others."""
+    few = replace(cost, workload=replace(cost.workload, batch_sequences=sequences))
+    plans = [
+        mg.Plan(pp=2, layers=split, num_microbatches=num)
+        for num in range(1, min(sequences, MAX_MICROBATCHES) + 1)
+        for split in all_splits(CONFIG.layers, 2)
+    ]
+    found = mg.planner.search(few, CONFIG, 2, PLENTY, fixed={"pp": 2, "schedule": "gpipe"}).best
+    assert found.step_seconds <= 1.01 * min(few.step_seconds(CONFIG, plan) for plan in plans)
 
 
 @pytest.mark.parametrize("slower", [1.0, 1000.0])

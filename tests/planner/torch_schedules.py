@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, _add_send_recv
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    _add_send_recv,
+)
 
 # (backward, stage, micro-batch): a work, or the message with its result
 Name = tuple[bool, int, int]
@@ -18,6 +22,18 @@ def torch_slots(pp: int, per_rank: int, num: int, rank: int) -> list[Any]:
 
     class Torch(ScheduleInterleaved1F1B):
         def __init__(self):  # only what the order is computed from
+            self.pp_group_size, self.n_local_stages, self._n_microbatches = pp, per_rank, num
+            self.number_of_rounds = max(1, num // pp)
+            self.microbatches_per_round = num // self.number_of_rounds
+
+    return Torch()._calculate_single_rank_operations(rank)
+
+
+def torch_zero_bubble(pp: int, per_rank: int, num: int, rank: int) -> list[Any]:
+    """torch's actions of a rank, gradients of inputs and of weights apart."""
+
+    class Torch(ScheduleInterleavedZeroBubble):
+        def __init__(self):
             self.pp_group_size, self.n_local_stages, self._n_microbatches = pp, per_rank, num
             self.number_of_rounds = max(1, num // pp)
             self.microbatches_per_round = num // self.number_of_rounds
