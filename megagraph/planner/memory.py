@@ -70,6 +70,8 @@ def _tensor_bytes(
         activations = np.maximum(flight * activations, (flight - 1) * activations + gradients)
     else:
         activations = flight * activations + gradients
+    if plan.schedule == "zero_bubble":
+        activations = activations + _late_gradients(work, counts)
     features = feature_bytes(work.feature_rows, work.config.in_features, work.codes)
     boundary[0] += _batches(rates, work) * work.batch_sequences * features
     return 3 * parameters, activations, boundary
@@ -104,6 +106,25 @@ def _of_stages(kept: Kept, work: RankWork, counts: Floats) -> Floats:
     stages[0] += kept.embedding
     stages[-1] += kept.head + (0.0 if checkpoint else kept.last_layer - kept.layer)
     return stages
+
+
+def _late_gradients(work: RankWork, counts: Floats) -> Floats:
+    """Gradients of results that wait until zero-bubble makes those of weights of them; [stages, C].
+
+    Of a rank's last stage, and of a micro-batch more on every next rank. The first stage of all makes both at once.
+    """
+    config, pp = work.config, work.plan.pp
+    of_rows = (3 + config.convolution) * config.dim  # keys, values and a norm
+    layer, last_layer = (
+        work.number_bytes * work.sequences * (of_rows * work.rows + (5 * config.dim + config.ffn_dim) * queries)
+        for queries in (work.rows, work.targets)
+    )
+    late = counts * layer
+    late[-1] += last_layer - layer
+    late[:-pp] = 0.0
+    late[-pp:] *= np.arange(1, pp + 1).reshape(-1, 1)
+    late[0] = 0.0
+    return late
 
 
 def _with_boundaries(kept: Floats, work: RankWork) -> tuple[Floats, Floats]:

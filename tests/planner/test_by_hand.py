@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.utils.flop_counter import FlopCounterMode
 
 import megagraph as mg
@@ -312,17 +313,43 @@ def test_interleaved_stages_hold_what_they_send():
     assert cost_model().memory_bytes(four, plan) == pytest.approx(expected, rel=1e-12)
 
 
+def run(model, m, nodes):
+    """A forward pass of m random sequences, whose first node is the target."""
+    model(
+        torch.randn(11, CONFIG.in_features),
+        torch.randint(11, (m, nodes - CONFIG.global_tokens)),
+        torch.zeros(m, nodes, nodes, dtype=torch.uint8),
+        torch.zeros(m, nodes, dtype=torch.bool),
+    )
+
+
+def test_zero_bubble_keeps_the_gradients_that_torch_keeps():
+    """As many as torch's split of a backward pass has for the weights of a layer, and of one whose queries are targets:
+    of one micro-batch on the first rank, whose last stage is not the first of all, and of two on the second."""
+    late, model = [], HierarchicalGT(CONFIG).eval()
+
+    def split(layer, args, result):
+        _, groups = stage_backward_input([result], [torch.ones_like(result)], [args[0]], layer.parameters())
+        kept = [grad for group in groups for grads in group["grads"] for grad in grads if grad is not None]
+        late.append(sum(grad.nbytes for grad in kept))
+
+    for layer in model.layers.values():
+        layer.register_forward_pre_hook(lambda _, args: (args[0].detach().requires_grad_(), *args[1:]))
+        layer.register_forward_hook(split)
+    m = 2
+    run(model, m, nodes=7)
+    four, plan = replace(CONFIG, layers=4), mg.Plan(pp=2, stages_per_rank=2, num_microbatches=2, schedule="zero_bubble")
+    in_one = replace(plan, schedule="interleaved")
+    more = [a - b for a, b in zip(*(cost_model().memory_bytes(four, p) for p in (plan, in_one)), strict=True)]
+    assert more == [late[0], pytest.approx(2 * late[1], rel=0.05)]
+
+
 def test_products_are_those_that_torch_counts():
     m, nodes = 3, 5
     model = HierarchicalGT(CONFIG).eval()
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
-        model(
-            torch.randn(11, CONFIG.in_features),
-            torch.randint(11, (m, nodes - CONFIG.global_tokens)),
-            torch.zeros(m, nodes, nodes, dtype=torch.uint8),
-            torch.zeros(m, nodes, dtype=torch.bool),
-        )
+        run(model, m, nodes)
     terms = [
         embedding_terms(m, nodes, CONFIG.dim, CONFIG.in_features, 11),
         *(layer_terms(m, nodes, queries, CONFIG) for queries in (nodes, 1)),
