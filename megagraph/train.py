@@ -38,6 +38,7 @@ from megagraph.parallel.mesh import (
     on_every_rank,
     on_one_process_first,
     on_rank_zero,
+    own_device,
     process_group,
     rank,
     world_size,
@@ -175,12 +176,9 @@ class Trainer:
             for board in (TensorBoard, WandB):
                 if getattr(config, board.package):
                     on_rank_zero(board.check)
-            device = on_every_rank(config.torch_device)
+            device = own_device(config)
             if config.cuda_graphs and device.type != "cuda":
                 raise ValueError(f"cuda_graphs is for a GPU, got device {device}; leave it out")
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            check_equal("the device", {"type": device.type})
             run, state = _enter(config)
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))

@@ -44,11 +44,11 @@ def profile(
     def job() -> None:
         from megagraph.auto import CACHE, measure, memory_bytes
         from megagraph.evaluate import as_graph, batches, choose_split
-        from megagraph.parallel.mesh import on_every_rank, on_one_process_first, rank, world_size
+        from megagraph.parallel.mesh import on_every_rank, on_one_process_first, own_device, rank, world_size
         from megagraph.planner.cluster import Cluster, Nodes
         from megagraph.planner.rows import save_rows
 
-        device = on_every_rank(config.torch_device)
+        device = own_device(config)
         graph = on_one_process_first(lambda: as_graph(None, config))
         builder = on_every_rank(lambda: batches(config, graph))
         nodes = choose_split(graph, config).train

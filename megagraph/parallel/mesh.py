@@ -95,6 +95,15 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     return next(dist.rendezvous("env://"))
 
 
+def own_device(config: TrainConfig) -> torch.device:
+    """The device of this process, from now on the current one; the same kind on every rank. Collective."""
+    device = on_every_rank(config.torch_device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or events, synchronize() and bytes would be those of the first GPU
+    check_equal("the device", {"type": device.type})
+    return device
+
+
 def make_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     """A mesh with the dims pp, dp and cp, neighbours of a ring side by side; ``None`` for one process."""
     if plan.world_size == 1:

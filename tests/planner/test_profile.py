@@ -15,6 +15,7 @@ import torch
 import megagraph as mg
 from bench.provenance import RESULTS
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
+from megagraph import auto
 from megagraph.cli import main
 from megagraph.cli.planner import read_rows
 from megagraph.planner import profile as module
@@ -170,6 +171,22 @@ def test_design_varies_every_size():
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["megagraph", *map(str, arguments)])
     main()
+
+
+def test_a_profile_is_of_the_gpu_of_its_process(tmp_path, monkeypatch):
+    """Its clocks and bytes are those of the current one, which was the first GPU on every rank."""
+    selected, measured_on = [], []
+
+    def measure(config, graph, builder, nodes, device, **options):
+        measured_on.extend(selected)
+        return synthetic.rows()
+
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    monkeypatch.setattr(mg.TrainConfig, "torch_device", lambda config: torch.device("cuda", 1))
+    monkeypatch.setattr(auto, "measure", measure)
+    (tmp_path / "cluster.json").touch()  # stays as it is
+    run(monkeypatch, "profile", "--rows", tmp_path / "rows.json", "--cluster", tmp_path / "cluster.json")
+    assert measured_on == [torch.device("cuda", 1)]
 
 
 @pytest.fixture(scope="module")
