@@ -129,8 +129,10 @@ class StagedExchange(GroupExchange):
         return self._to_device(super().sum_home(self._to_host(parts)))
 
     def trade(self, rows: list[Tensor], counts: list[list[int]], coming: list[list[int]]) -> Callable[[], list[Tensor]]:
+        # allocated before the copies wait: whose memory it was may still be read then
+        into = [sent.new_empty(sum(of_ranks), *sent.shape[1:]) for sent, of_ranks in zip(rows, coming, strict=True)]
         arriving = super().trade(self._to_host(rows), counts, coming)
-        return lambda: self._to_device(arriving())
+        return lambda: self._copy_into(into, arriving())
 
     def _host_buffer(self, x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph as mg
 from megagraph.attention.comm import Comm
 from megagraph.attention.context_parallel import loopback_attention
-from megagraph.attention.exchange import Loopback
+from megagraph.attention.exchange import Loopback, StagedExchange
 from megagraph.attention.halo import plan
 from megagraph.attention.operator import make_step
 from tests.attention.test_pairs import FORMS, assert_equal, bordered, of_pairs, problem
@@ -99,6 +101,29 @@ def test_a_halo_has_just_what_pairs_name():
         [[3], [0], []],
     ]
     assert plan(Loopback(), layouts, relations) == halos  # made once
+
+
+def test_copies_wait_for_who_had_the_memory_of_rows_that_arrive():
+    """It is given away when its last use is queued, which a stream that does not wait for the queue would overwrite."""
+    mesh, events = Mock(), []
+    mesh.get_local_rank.return_value, mesh.size.return_value = 0, 1
+    exchange = StagedExchange(mesh, torch.device("cpu"))
+    exchange._send = lambda to, of: lambda: None
+    exchange.copies = Mock(wait_stream=lambda stream: events.append("wait"))
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            if "empty" in str(function):
+                events.append(result.data_ptr())
+            return result
+
+    rows = torch.randn(3, 2)
+    with Noted():
+        arriving = exchange.trade([rows], [[3]], [[3]])
+        (received,) = arriving()
+    assert torch.equal(received, rows)
+    assert events.index(received.data_ptr()) < events.index("wait")
 
 
 def test_data_are_put_in_order_once_and_anew_after_a_change():
