@@ -178,7 +178,8 @@ def operands_of(
         Nk=k.shape[2],
         **{name: tl.constexpr(value) for name, value in constants.items()},
     )
-    places = tuple((int(key), int(column), int(length), int(column)) for key, column, length in step.segments)
+    segments = [segment for segment in step.segments if segment[2]] or step.segments  # an empty one counts as a block
+    places = tuple((int(key), int(column), int(length), int(column)) for key, column, length in segments)
     return on(recorder, places, operands, k.shape[2])
 
 

@@ -179,12 +179,14 @@ def test_long_rows_lose_no_digits():
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("segments", ["halves", "crossed"])
+@pytest.mark.parametrize("segments", ["halves", "crossed", "no regular rows"])
 def test_steps_with_carried_state(form, segments, impl):
     """As a ring takes them: visiting blocks, some of two segments, gradients that add up."""
     dense, given, pairs = problem(form, "scattered", M=31, dropout_p=0.3)
     if segments == "halves":
         steps = [(torch.arange(16), [(0, 0, 16)]), (torch.arange(16, 31), [(0, 16, 15)])]
+    elif segments == "no regular rows":
+        steps = [(torch.arange(28, 31), [(0, 28, 0), (0, 28, 3)]), (torch.arange(28), [(0, 0, 28)])]
     else:
         first = torch.cat([torch.arange(20, 31), torch.arange(0, 7)])
         steps = [(first, [(0, 20, 11), (11, 0, 7)]), (torch.arange(7, 20), [(0, 7, 13)])]
