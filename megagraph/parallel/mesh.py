@@ -46,7 +46,15 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
 
     Args:
         timeout_seconds: how long a rank waits for the others in a collective of any group made inside.
+
+    Raises:
+        ValueError: the group around takes no tensors of the host.
     """
+    if dist.is_initialized() and "cpu:" not in (backend := dist.get_backend_config()):
+        raise ValueError(
+            f"a process group must have a backend for the host, too, by which ranks agree, got {backend!r}; start it "
+            'with init_process_group("cpu:gloo,cuda:nccl")'
+        )
     if world_size() == 1 or dist.is_initialized():
         yield
         return

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megagraph as mg
 from megagraph.parallel import mesh
@@ -50,6 +51,16 @@ def test_gpus_that_processes_share_need_gloo(monkeypatch, gpus, processes, backe
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert mesh.choose_backend() == backend
+
+
+def test_a_group_of_gpus_alone_is_refused():
+    """As of init_process_group("nccl"): ranks could not agree whether to stop, after an epoch."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"got 'cuda:gloo'; start it with .*cpu:gloo,cuda"), mesh.process_group():
+            pass
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
