@@ -148,15 +148,16 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
 
 
 def memory_bytes(device: torch.device, given: float = math.inf) -> float:
-    """What the tensors of a process may take, of ``given`` bytes and of what there is: of a GPU what nobody has, of the
-    machine or its control group a part for each process here, without the program itself.
+    """What the tensors of a process may take, of ``given`` bytes and of what there is: of a GPU what the process has
+    and its part of what nobody has, of the machine or its control group its part, without the program itself.
+    Collective.
 
     Raises:
         ValueError: the program takes all of it.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return min(given, float(free + torch.cuda.memory_reserved(device)))
+        return min(given, free / _processes_on(device) + torch.cuda.memory_reserved(device))
     page = os.sysconf("SC_PAGE_SIZE")
     there = min(float(page * os.sysconf("SC_PHYS_PAGES")), _group_limit())
     program = page * int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -167,6 +168,12 @@ def memory_bytes(device: torch.device, given: float = math.inf) -> float:
             f"{given / 2**30:.2f} GiB; raise --memory-gib, or start fewer processes on this machine"
         )
     return given - program
+
+
+def _processes_on(device: torch.device) -> int:
+    """Those of the run that share this GPU."""
+    own = str(torch.cuda.get_device_properties(device).uuid)  # its number depends on CUDA_VISIBLE_DEVICES
+    return all_gather(own).count(own)
 
 
 def _group_limit(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:

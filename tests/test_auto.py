@@ -9,6 +9,7 @@ import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -126,6 +127,15 @@ def test_what_a_process_may_take_is_less_the_program_itself(tmp_path, monkeypatc
     assert auto.memory_bytes(CPU) == pytest.approx(2**29, abs=slack)
     with pytest.raises(ValueError, match=r"more than the \d\.\d\d GiB that it takes already, got 0\.01 GiB"):
         auto.memory_bytes(CPU, 0.005 * 2**30)
+
+
+def test_processes_that_share_a_gpu_share_what_is_free(monkeypatch):
+    """Two of three ranks have this one; each was given all of it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(uuid="here"))
+    monkeypatch.setattr(auto, "all_gather", lambda own: [own, own, "elsewhere"])
+    assert auto.memory_bytes(torch.device("cuda", 0)) == 80 / 2 + 5
 
 
 def test_limits_of_control_groups(tmp_path):

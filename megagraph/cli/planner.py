@@ -53,11 +53,12 @@ def profile(
         builder = on_every_rank(lambda: batches(config, graph))
         nodes = choose_split(graph, config).train
         measured = measure(config, graph, builder, nodes, device, seconds=seconds, cache=CACHE if cache else None)
+        memory = on_every_rank(lambda: memory_bytes(device))
         if rank() == 0:
             save_rows(rows, measured)
             print(f"{rows}: {len(measured)} rows of {measured[0]['device']}")
             if not cluster.exists():
-                devices, memory = int(measured[0]["ranks_per_node"]), memory_bytes(device)
+                devices = int(measured[0]["ranks_per_node"])
                 count = max(1, world_size() // devices)
                 here = Nodes(count=count, devices=devices, cost=Path("cost.json"), memory_gib=memory / 2**30)
                 Cluster(nodes=(here,)).save(cluster)

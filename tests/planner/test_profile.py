@@ -184,6 +184,7 @@ def test_a_profile_is_of_the_gpu_of_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", selected.append)
     monkeypatch.setattr(mg.TrainConfig, "torch_device", lambda config: torch.device("cuda", 1))
     monkeypatch.setattr(auto, "measure", measure)
+    monkeypatch.setattr(auto, "memory_bytes", lambda device: 2**30)
     (tmp_path / "cluster.json").touch()  # stays as it is
     run(monkeypatch, "profile", "--rows", tmp_path / "rows.json", "--cluster", tmp_path / "cluster.json")
     assert measured_on == [torch.device("cuda", 1)]
