@@ -381,6 +381,10 @@ class BorderedData:
     super_rows: Tensor
     _moved: dict[torch.device, BorderedData] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.index, self.super_columns, self.super_rows, *self.relation.lists.values()]
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BorderedData:
         """On that device; kept, as a whole graph is the same in every step: kernels put its pairs into tiles once."""
         device = torch.device(device)

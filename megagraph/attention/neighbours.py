@@ -24,6 +24,10 @@ class Neighbours:
     weights: Tensor
     _moved: dict[torch.device, Neighbours] = field(default_factory=dict, init=False, repr=False)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.weights, *self.relation.lists.values()]
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Neighbours:
         """On that device; kept, as for ``BorderedData``."""
         device = torch.device(device)

@@ -149,9 +149,15 @@ class Batch:
         return replace(self, **no_rows(self.features.shape[1]))
 
     def memory(self) -> list[Tensor]:
-        """Every tensor; of a structure all of its memory."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return [_whole_rows(x) if name == "structure" else x for name, x in named if isinstance(x, Tensor)]
+        """Every tensor, those of ``BorderedData`` and neighbours among them; of a dense structure all of its memory."""
+        found: list[Tensor] = []
+        for field in fields(self):
+            x = getattr(self, field.name)
+            if isinstance(x, BorderedData | Neighbours):
+                found += x.tensors
+            elif isinstance(x, Tensor):
+                found.append(_whole_rows(x) if field.name == "structure" else x)
+        return found
 
     def map(self, function: Callable[[Tensor], Tensor], leave: Collection[str] = ()) -> Batch:
         """The batch with other tensors, but for the fields to ``leave``; ``BorderedData`` and neighbours stay."""

@@ -88,7 +88,7 @@ class NodeLoader:
 def copied_ahead(batches: Iterable[Batch], put: Callable[[Batch], Batch], device: torch.device) -> Iterator[Batch]:
     """The batches, each ``put`` on this GPU by a stream of its own while the one before is used.
 
-    The first has nothing to hide behind, and so a full batch, the only one of its epoch, takes the usual stream.
+    The first has nothing to hide behind, and so a full batch that is the only one of its epoch takes the usual stream.
     """
     stream, used, coming = torch.cuda.Stream(device), torch.cuda.current_stream(device), None
     for batch in batches:

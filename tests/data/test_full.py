@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 
@@ -613,6 +615,19 @@ def test_a_batch_that_was_moved_is_kept(graph):
     data = builder.build(builder.order[None], np.ones(240, bool), np.random.default_rng(0)).structure
     moved = data.to("meta")
     assert data.to("meta") is moved and moved.index.device.type == "meta" and data.to("cpu") is data
+
+
+def test_the_memory_of_a_batch_is_all_of_its_tensors(graph):
+    """Those that another stream has copied are kept until this one has used them."""
+    batch, found = the_batch(prepare(graph, options(convolution=True)))[1], set()
+
+    class Search(pickle.Pickler):
+        def persistent_id(self, x):
+            if isinstance(x, torch.Tensor):
+                found.add(x.data_ptr())
+
+    Search(io.BytesIO()).dump(batch)
+    assert len(found) > 20 and found == {x.data_ptr() for x in batch.memory()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

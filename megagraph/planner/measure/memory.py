@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megagraph.attention.bias import BorderedData
+from megagraph.attention.neighbours import Neighbours
 from megagraph.planner.measure.design import Point, random_inputs
 
 
@@ -124,10 +125,8 @@ def _bytes(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str,
 
 
 def _tensors(inputs: dict[str, Any]) -> list[Tensor]:
-    structure, neighbours = inputs["structure"], inputs.get("neighbours")
     found = [x for x in inputs.values() if isinstance(x, Tensor)]
-    if isinstance(structure, BorderedData):
-        found += [structure.index, structure.super_columns, structure.super_rows, *structure.relation.lists.values()]
-    if neighbours is not None:
-        found += [neighbours.weights, *neighbours.relation.lists.values()]
+    for x in inputs.values():
+        if isinstance(x, BorderedData | Neighbours):
+            found += x.tensors
     return found
