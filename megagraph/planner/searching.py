@@ -338,9 +338,10 @@ class _Search:
     def _most_sequences(self, work: RankWork, split: tuple[int, ...]) -> int:
         """Of a micro-batch of one replica, as many as fit; what a plan has that fits is taken to."""
         num, replicas = work.plan.num_microbatches, work.plan.dp
+        most = work.whole_batch - (replicas - 1) * num  # the others have one in each of theirs
 
         def too_many(sequences: int) -> bool:
-            own = work.of_sequences(num * sequences)
+            own = work.of_sequences(min(num * sequences, most))
             return self._candidate(own, split, self._memory(own), 0.0).pruned is not None
 
         fit = -(-work.batch_sequences // num)

@@ -98,6 +98,16 @@ def test_ranks_of_unequal_speed_get_the_best_of_all_shares_and_splits(cost, slow
     assert not any(candidate.plan.shares for candidate in alike.candidates)
 
 
+def test_a_replica_may_have_all_that_the_others_leave(cost):
+    """5 of 7 sequences in two micro-batches, where there is room for them and not for 6."""
+    unequal = replace(cost, slowness=(4.0, 1.0), workload=replace(cost.workload, batch_sequences=7))
+    plan = mg.Plan(dp=2, layers=(6,), num_microbatches=2, shares=(2, 5))
+    limit = max(unequal.memory_bytes(CONFIG, plan)) * (1 + 1e-6)
+    fixed = {"dp": 2, "num_microbatches": 2, "checkpoint": False, "shard": False}
+    found = mg.planner.search(unequal, CONFIG, 2, limit / (1 - HEADROOM), fixed=fixed)
+    assert found.best.plan.shares == (2, 5)
+
+
 def test_a_step_is_that_of_the_slowest_replica(cost):
     """By its own sequences and speed; the bytes are those of the one that has most."""
     given = replace(cost, workload=replace(cost.workload, batch_sequences=7), slowness=(1.0, 3.0))
