@@ -24,7 +24,6 @@ from megagraph.kernels.tile import (
     Keys,
     Queries,
     add_dot,
-    delta_of,
     dot,
     exp,
     find_keys,
@@ -33,7 +32,6 @@ from megagraph.kernels.tile import (
     load_rows,
     loop,
     readable,
-    row_products,
     scores,
     segment,
     tile_ptrs,
@@ -48,9 +46,17 @@ def row_delta(d_out, out, d_lse_ptr, delta_ptr, num_rows, H, M, D: tl.constexpr,
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D)
     flat = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     bh = flat // M
-    place, exists = (bh // H, bh % H, flat % M), flat < num_rows
-    products = row_products(d_out, out, place, exists, D, BLOCK_D, delta_ptr.dtype.element_ty)
-    delta = delta_of(products, d_lse_ptr, flat, exists)
+    b, h, row, exists = bh // H, bh % H, flat % M, flat < num_rows
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    inside = exists[:, None] & (offs_d < D)
+    product = tl.full([BLOCK_M, BLOCK_D], 1.0, delta_ptr.dtype.element_ty)
+    for i in tl.static_range(2):
+        t = d_out if i == 0 else out
+        ptrs = t.ptr + (b * t.strides[0] + h * t.strides[1] + row * t.strides[2])[:, None] + offs_d * t.strides[3]
+        product *= tl.load(ptrs, mask=inside, other=0.0).to(product.dtype)
+    delta = tl.sum(product, axis=1)
+    if d_lse_ptr is not None:
+        delta -= tl.load(d_lse_ptr + flat, mask=exists, other=0.0)
     tl.store(delta_ptr + flat, delta, mask=exists)
 
 

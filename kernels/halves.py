@@ -17,6 +17,7 @@ CODES = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 @triton.jit
 def equal(x, a, b, dtype: tl.constexpr):
     """1 where the int16 patterns a and b agree, else 0, in ``dtype``; patterns of ``CODES`` where it has 16 bits."""
+    a, b = tl.broadcast(a, b)
     if x.ASSEMBLY and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "set.eq.bf16x2.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2

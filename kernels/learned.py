@@ -22,14 +22,7 @@ from megagraph.kernels.tile import add_dot, loop, readable, segment
 def one_hot(x, bucket, codes, WARPS: tl.constexpr, dtype: tl.constexpr):
     """[WARPS, ROWS, pairs of a warp]: 1 where the bucket of a pair of a tile is that of codes [1, ROWS, 1]."""
     PAIRS: tl.constexpr = bucket.shape[0] * bucket.shape[1] // WARPS
-    return _equal_codes(x, tl.reshape(bucket.to(tl.int16) | x.CODE, [WARPS, 1, PAIRS]), codes, dtype)
-
-
-@triton.jit
-def _equal_codes(x, here, codes, dtype: tl.constexpr):
-    """1 where here [WARPS, 1, pairs of a warp] is of codes [1, ROWS, 1]."""
-    here, codes = tl.broadcast(here, codes)
-    return equal(x, here, codes, dtype)
+    return equal(x, tl.reshape(bucket.to(tl.int16) | x.CODE, [WARPS, 1, PAIRS]), codes, dtype)
 
 
 @triton.jit
@@ -48,7 +41,7 @@ def _factor(
         stride_b, stride_m, stride_n = x.data.strides
         ptrs = (x.data.ptr + b * stride_b + row * stride_m + col * stride_n) + (offs_m * stride_m + offs_n * stride_n)
         bucket = tl.load(ptrs, mask=inside, other=0) if MASKED else tl.load(ptrs)
-        return _equal_codes(x, (bucket.to(tl.int16) | x.CODE)[:, None, :], codes, dtype)
+        return equal(x, (bucket.to(tl.int16) | x.CODE)[:, None, :], codes, dtype)
     else:
         stride_b, stride_c, stride_m, stride_n = x.data.strides
         offs_c = (tl.arange(0, ROWS) % x.NUM_CHANNELS).to(tl.int64)[None, :, None] * stride_c

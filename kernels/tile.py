@@ -120,29 +120,6 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def row_products(x, y, place, exists, D: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """x times y at rows (b, h, row) [BLOCK] of both, [BLOCK, WIDTH]; zero beyond D and where a row does not exist."""
-    b, h, row = place
-    offs_d = tl.arange(0, WIDTH)[None, :]
-    inside = exists[:, None] & (offs_d < D)
-    product = tl.full([exists.shape[0], WIDTH], 1.0, dtype)
-    for i in tl.static_range(2):
-        t = x if i == 0 else y
-        ptrs = t.ptr + (b * t.strides[0] + h * t.strides[1] + row * t.strides[2])[:, None] + offs_d * t.strides[3]
-        product *= tl.load(ptrs, mask=inside, other=0.0).to(dtype)
-    return product
-
-
-@triton.jit
-def delta_of(products, d_lse, stat, exists):
-    """delta of rows from d_out * out [..., D], less d_lse at ``stat``, if any."""
-    delta = tl.sum(products, axis=len(products.shape) - 1)
-    if d_lse is not None:
-        delta -= tl.load(d_lse + stat, mask=exists, other=0.0)
-    return delta
-
-
-@triton.jit
 def head_ptr(x, t, b, h):
     """First element of t[b, h], where t has rows as q has."""
     return t.ptr + b * (t.strides[0] // x.ALIGNMENT * x.ALIGNMENT) + h * (t.strides[1] // x.ALIGNMENT * x.ALIGNMENT)

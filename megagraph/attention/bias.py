@@ -106,7 +106,7 @@ class DenseBias:
         return self.values.shape
 
     def rows(self, index: Tensor | slice) -> DenseBias:
-        """The bias of these query rows."""
+        """The bias of these query rows, in their order; index: int64 [M'], bool [M], or a slice."""
         if self.relation is not None:
             return _sparse_rows(self, "values", index)
         return DenseBias(self.values[:, :, index])
@@ -126,10 +126,9 @@ class BucketBias:
 
     Args:
         index: uint8 [B or 1, M, N], a bucket per node pair; 255 means "cannot attend". Other integers are looked
-            through and converted in every call. One beyond the table makes
-            its row NaN. On a CPU it is an error instead, but for a change that PyTorch does not count (``index.data``,
-            NumPy) after the index was first seen; a GPU would have to wait for a check. Sparse: CSR [M, N], and after
-            construction [P].
+            through and converted in every call. One beyond the table makes its row NaN. On a CPU it is an error
+            instead, but for a change that PyTorch does not count (``index.data``, NumPy) after the index was first
+            seen; a GPU would have to wait for a check. Sparse: CSR [M, N], and after construction [P].
         table: learned, floating point [H, R], R <= 255.
         relation: the pairs of a sparse index.
 
@@ -185,7 +184,7 @@ class BucketBias:
         return torch.Size((self.index.shape[0], self.table.shape[0], *self.index.shape[1:]))
 
     def rows(self, index: Tensor | slice) -> BucketBias:
-        """The bias of these query rows."""
+        """The bias of these query rows, in their order; index: int64 [M'], bool [M], or a slice."""
         if self.relation is not None:
             return _sparse_rows(self, "index", index)
         return replace(self, index=self.index[:, index])
@@ -279,7 +278,7 @@ class ProjectedBias:
         return torch.Size((self.channels.shape[0], self.weight.shape[0], *self.channels.shape[2:]))
 
     def rows(self, index: Tensor | slice) -> ProjectedBias:
-        """The bias of these query rows."""
+        """The bias of these query rows, in their order; index: int64 [M'], bool [M], or a slice."""
         if self.relation is not None:
             return _sparse_rows(self, "channels", index)
         mask = None if self.mask is None else self.mask[:, index]
