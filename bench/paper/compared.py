@@ -33,18 +33,23 @@ def is_done(name: str, system: str) -> bool:
 
 
 def reported(name: str, system: str) -> dict[int, dict[str, Any]]:
+    """``reported_of`` the rows of a set."""
+    return reported_of(rows_of(name), system)
+
+
+def reported_of(rows: list[dict[str, Any]], system: str) -> dict[int, dict[str, Any]]:
     """The rows of a system that are not of tuning, by seed; the last of each, which is of the trial chosen last.
 
     Of those whose steps are on partitions and those whose are not: which have more seeds, or as many and are better on
     validation nodes.
     """
     found: dict[int, dict[int, dict[str, Any]]] = {1: {}}
-    for row in rows_of(name):
+    for row in rows:
         if row["system"] == system and row["trial"] is None:
             found.setdefault(partitions_of(row), {})[row["seed"]] = row
 
-    def merit(rows: dict[int, dict[str, Any]]) -> tuple[int, float]:
-        return len(rows), float(np.mean([row["best_val"] for row in rows.values()])) if rows else 0.0
+    def merit(by_seed: dict[int, dict[str, Any]]) -> tuple[int, float]:
+        return len(by_seed), _mean([*by_seed.values()], "best_val") if by_seed else 0.0
 
     return max(found.values(), key=merit)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from bench.paper.compared import reported_of
 from bench.paper.experiments import EXPERIMENTS
 from bench.provenance import rows_of
 from bench.tables import markdown
 
 Row = dict[str, Any]
 MIB = 2**20
-MOST_LINES = 40
 _BOTH = ("ours", "eager")
 PLAN = ("predicted_seconds", "measured_seconds", "measured_bytes")
 
@@ -29,28 +29,38 @@ QUICK = """# Quick results
 Of small settings, which say that every path runs, and nothing else."""
 
 
+def having(name: str) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: [row for row in rows if name in row]
+
+
+def reported(rows: list[Row]) -> list[Row]:
+    """Of trainings: those that are reported, as docs/accuracy.md has them; not of tuning, or of settings given up."""
+    by_system: dict[tuple[str, str], list[Row]] = {}
+    for row in having("system")(rows):
+        by_system.setdefault((row["set"], row["system"]), []).append(row)
+    return [row for (_, system), found in by_system.items() for row in reported_of(found, system).values()]
+
+
 class Shown(NamedTuple):
     """Lines are groups of rows that agree in ``by``, columns what was measured in them; a dot goes into a table."""
 
     by: tuple[str, ...]
     values: tuple[str, ...]
-    kept: Callable[[Row], bool] = lambda row: True
+    kept: Callable[[list[Row]], list[Row]] = list
 
 
 SHOWN = {
-    "accuracy": Shown(
-        ("set", "split", "system"), ("test", "best_val"), lambda row: "system" in row and row["trial"] is None
-    ),
-    "epoch": Shown(("dataset",), ("ours_epoch_seconds", "eager_epoch_seconds", "ratio_range")),
+    "accuracy": Shown(("set", "split", "system"), ("test", "best_val"), reported),
+    "epoch": Shown(("dataset",), ("ours_epoch_seconds", "eager_epoch_seconds", "ratio")),
     "memory": Shown(
         ("device", "nodes", "sequences"),
         tuple(f"{what}.{who}{bits}" for bits in ("", " bf16") for what in ("seconds", "peak_bytes") for who in _BOTH),
     ),
     "losses": Shown(("dataset",), ("difference",)),
     "rounding": Shown(("device", "layers"), ("errors.ours bf16", "errors.eager bf16")),
-    "convergence": Shown((), (), lambda row: False),  # curves; docs/accuracy.md has what they say
+    "convergence": Shown((), (), lambda rows: []),  # curves; docs/accuracy.md has what they say
     "processes": Shown(("run", "processes"), ("test_accuracy", "best_val_accuracy")),
-    "depth": Shown(("model", "layers"), ("test", "best_val", "peak_bytes"), lambda row: "model" in row),
+    "depth": Shown(("model", "layers"), ("test", "best_val", "peak_bytes"), having("model")),
     "sequence-memory": Shown(
         ("bias", "ranks", "comm"),
         tuple(f"{said}{name}_bytes" for name in ("bias", "kept", "peak") for said in ("", "predicted_")),
@@ -62,11 +72,11 @@ SHOWN = {
     "device-steps": Shown(("case",), (*PLAN, "predicted_bytes", "kernel_seconds")),
     "device-runs": Shown(("run", "processes"), ("test_accuracy", "steps", "peak_memory_bytes")),
     "stages": Shown(("schedule", "split", "stage"), ("step_seconds", "peak_bytes")),
-    "heavy-stages": Shown(("columns", "split"), ("peak_bytes",), lambda row: "columns" in row),
+    "heavy-stages": Shown(("columns", "split"), ("peak_bytes",), having("columns")),
     "whole-graphs": Shown(("set",), ("seconds", "peak_uss_bytes", "summary.test_accuracy")),
-    "plans": Shown(("name",), PLAN, lambda row: "measured_seconds" in row),
-    "cluster": Shown(("bed", "name"), PLAN, lambda row: "measured_seconds" in row),
-    "pareto": Shown(("name",), PLAN, lambda row: "measured_seconds" in row),
+    "plans": Shown(("name",), PLAN, having("measured_seconds")),
+    "cluster": Shown(("bed", "name"), PLAN, having("measured_seconds")),
+    "pareto": Shown(("name",), PLAN, having("measured_seconds")),
 }
 PRODUCTS = Shown(
     ("step", "checkpoint"), ("seconds", "step_1_seconds", "step_100_seconds", "peak_uss_bytes", "extrapolated_bytes")
@@ -100,7 +110,7 @@ def page(results: Path, link: str, head: str = HEAD) -> str:
 def _section(name: str, what: str, rows: dict[str, list[Row]]) -> list[str]:
     """Of an experiment, before its judgement and figures."""
     shown = SHOWN.get(name, PRODUCTS)
-    kept = [row for found in rows.values() for row in found if shown.kept(row)]
+    kept = shown.kept([row for found in rows.values() for row in found])
     lines = [_origin(file, found) for file, found in rows.items()] or ["No rows yet."]
     return [
         f"## {what[0].upper()}{what[1:]}",
@@ -123,9 +133,7 @@ def _table(rows: list[Row], shown: Shown) -> str:
     columns = [*zip(*([_cell(name, cell) for cell in cells] for name, cells in numbers.items()), strict=True)]
     head = [*(name.replace("_", " ") for name in shown.by), *map(_head, numbers), "rows"]
     body = [[*key, *cells, str(len(groups[key]))] for key, cells in zip(groups, columns, strict=True)]
-    left_out = len(body) - MOST_LINES
-    more = f"\n\n{left_out} more lines are in the rows." if left_out > 0 else ""
-    return markdown(head, body[:MOST_LINES]) + more
+    return markdown(head, body)
 
 
 def _judged(found: dict[str, Any]) -> str:
@@ -140,6 +148,9 @@ def _judged(found: dict[str, Any]) -> str:
 
 
 def _at(row: Any, name: str) -> Any:
+    """A field, or what ends a dotted name; of one that is kept as its median and range these three."""
+    if f"{name}_range" in row:
+        return [*row[f"{name}_range"], row[f"{name}_median"]]
     for part in name.split("."):
         row = row.get(part) if isinstance(row, dict) else None
     return row

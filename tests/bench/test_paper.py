@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
 import tyro
 
 from bench.paper import __main__ as paper
-from bench.paper import raw_files
-from bench.provenance import RESULTS, ROOT
+from bench.paper import compared, raw_files, trials
+from bench.paper.page import page
+from bench.provenance import RESULTS, ROOT, rows_of
 from megagraph.data.datasets import load_graph
 
 NOT_YET = ("device-steps",)  # run in full
@@ -52,6 +54,17 @@ def test_generated_graphs_are_read_as_the_real_ones(tmp_path):
         assert same.mean() > 0.7  # edges are those of the nodes that labels are of
     words = load_graph(str(tmp_path / "wordnet30/raw/wordnet30.npz"), None)
     assert (words.num_nodes, words.in_features, words.num_classes) == (117_659, 512, 45)
+
+
+def test_the_page_has_the_trainings_that_are_reported_and_medians_beside_ranges():
+    text = page(RESULTS, ".")
+    for name in ("cora", "wordnet30"):
+        lines = re.findall(rf"^\| {name} \| random \| (\S+) \|.* (\d+) \|$", text, re.MULTILINE)
+        rows = {system: compared.reported(name, system) for system in trials.SETS[name].systems}
+        assert sorted(lines) == sorted((system, str(len(found))) for system, found in rows.items() if found)
+    (epoch,) = rows_of(RESULTS / "cpu/epoch_time/citeseer.json")
+    cell = "| {ratio_median:.3g} ({ratio_range[0]:.3g} to {ratio_range[1]:.3g}) |".format(**epoch)
+    assert f" {cell} 1 |" in text
 
 
 @pytest.mark.slow
