@@ -10,8 +10,9 @@ convolution beside attention, with and without structure in its bias.
 Every system has six trials on each of four graphs (``bench/paper/trials.py``), and the same CPU seconds a training. The
 trial that is best on the validation nodes of tuning is then trained on other seeds, whose test nodes are reported. A
 graph that nobody tuned on takes, for every system, the settings of the tuned one nearest to it (``likeness``), whose
-data need not be there. A row is one training, in bench/results/cpu/accuracy/SET.jsonl. Several processes may run at
-once, each with its own ``--part``.
+data need not be there. A row is one training, in bench/results/cpu/accuracy/SET.jsonl; it counts as long as its
+settings are those of today, also where sources have changed since. Several processes may run at once, each with its
+own ``--part``.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def ours(piece: Piece, settings: dict[str, Any], graph: Graph, split: Split, roo
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             **dict(dataset=path_of(chosen.dataset, root), root=root, seed=piece.seed, out=Path(folder) / "run"),
-            **dict(split=chosen.split, metric=chosen.metric, **settings | model),
+            **dict(split=chosen.split, metric=chosen.metric, device="cpu", **settings | model),  # as baselines
         )
         summary = Trainer(config).fit(graph)
         seconds = time.process_time() - started

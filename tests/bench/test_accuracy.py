@@ -258,6 +258,18 @@ def test_nodeformer_attends_to_all_nodes_and_knows_how_likely_an_edge_is():
     assert not torch.equal(*again)  # noise
 
 
+def test_ours_trains_on_the_cpu_as_baselines_do(monkeypatch, tmp_path):
+    class Given(Exception):
+        pass
+
+    def trainer(config):
+        raise Given(config.device)
+
+    monkeypatch.setattr(accuracy, "Trainer", trainer)
+    with pytest.raises(Given, match="cpu"):
+        accuracy.ours(Piece("cora", "megagraph", 0, 0), {}, None, None, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tmp_path, capsys):
     graph = synthetic_graph(num_nodes=200, num_classes=3, in_features=8)
