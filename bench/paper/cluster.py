@@ -1,6 +1,6 @@
 """Plans on hosts that a slow link joins, predicted from a profile and then trained: do predictions hold beyond a host?
 
-    python -m bench.paper.cluster run [--beds NAMES]     # as root; trains the beds that have no rows yet
+    python -m bench.paper.cluster run [--beds NAMES]     # as root; beds that have no rows of these sources yet
     python -m bench.paper.cluster judge                  # from the rows: a verdict a bed, plans.svg, and what the code
                                                          # at hand predicts and chooses from the beds' profiles
 
@@ -32,7 +32,7 @@ from bench import network
 from bench.network import Bed
 from bench.paper import real_plans
 from bench.paper.real_plans import Bench, predict
-from bench.provenance import RESULTS, sized, write_judgement, write_rows
+from bench.provenance import RESULTS, current, rows_of, sized, write_judgement, write_rows
 from bench.tables import draw, save
 from megagraph import auto, files
 from megagraph.planner import CostModel, fit, search
@@ -88,14 +88,15 @@ def run(beds: tuple[str, ...] = tuple(BEDS), again: bool = False) -> None:
     """Train the plans of every bed, and write its rows.
 
     Args:
-        again: beds that have rows, too.
+        again: beds that have rows of these sources, too.
     """
     reason = network.refusal()
     if reason is not None:
         print(f"no bed: {reason}")
         return
     for name in beds:
-        if again or not (FOLDER / f"{name}.json").exists():
+        path = FOLDER / f"{name}.json"
+        if again or not path.exists() or not all(map(current, rows_of(path))):
             network.run(BEDS[name], ("-m", "bench.paper.cluster", "worker", name), TIMEOUT)
 
 

@@ -29,7 +29,8 @@ import tyro
 from scipy.optimize import nnls
 from tqdm import tqdm
 
-from bench.provenance import RESULTS, current, device_folder, write_judgement, write_rows
+from bench.provenance import RESULTS, device_folder, write_judgement, write_rows
+from bench.resume import resumable
 from megagraph.models.config import ModelConfig
 from megagraph.planner.fitting import (
     fit,
@@ -108,8 +109,8 @@ def _folder(subset: bool) -> Path:
     return RESULTS / device_folder() / ("cost_model_subset" if subset else "cost_model")
 
 
-def measure(part: str, subset: bool) -> None:
-    """Measure what is missing of memory or time in bench/results/DEVICE/cost_model/{memory,time}.json."""
+def measure(part: str, subset: bool, again: bool = False) -> None:
+    """Measure what is missing of memory or time in bench/results/DEVICE/cost_model/{memory,time}.json, or all again."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(THREADS)
     sizes = list(product((1, 2), (2, 4), (4,), (32, 64)) if subset else product(SEQUENCES, LAYERS, HEADS, WIDTHS))
@@ -119,8 +120,8 @@ def measure(part: str, subset: bool) -> None:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {(row["kind"], *_size(row)): row for row in found}
 
     def done(*key: Any) -> dict[str, Any]:
-        """What these sources have measured of it."""
-        return rows[key] if key in added or (key in rows and current(rows[key])) else {}
+        """What these sources have measured of it, here."""
+        return rows[key] if key in added or (key in rows and not again and resumable(rows[key])) else {}
 
     added: set[tuple[Any, ...]] = set()
     written = 0.0
@@ -237,16 +238,19 @@ def _by(rows: list[Any], held_out: Callable[[Any], bool]) -> tuple[list[Any], li
     return [row for row in rows if not held_out(row)], [row for row in rows if held_out(row)]
 
 
-def main(what: tyro.conf.Positional[Literal["memory", "time", "judge"]], subset: bool = False) -> None:
+def main(
+    what: tyro.conf.Positional[Literal["memory", "time", "judge"]], subset: bool = False, again: bool = False
+) -> None:
     """Measure a part of the grid, or judge the model by its rows.
 
     Args:
         subset: eight small configurations, into another folder: does everything run?
+        again: what has rows of these sources, too.
     """
     if what == "judge":
         judge(subset)
     else:
-        measure(what, subset)
+        measure(what, subset, again)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ import tyro
 
 from bench.paper.baselines import train
 from bench.paper.live_bytes import MIB, TRACKED_STEPS, LiveBytes, Rank
-from bench.provenance import RESULTS, current, sized, write_rows
+from bench.provenance import RESULTS, sized, write_rows
+from bench.resume import resumable
 from bench.tables import draw, save
 from megagraph.config import TrainConfig
 from megagraph.data.datasets import load_graph
@@ -84,10 +85,12 @@ def baseline(model: str, layers: int, seed: int, root: Path) -> dict[str, Any]:
     return found | {"peak_bytes": counted.peak}
 
 
-def missing(name: str, pieces: list[dict[str, Any]], measure: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Add to the rows of a file those of these pieces that are not there, or are of other sources."""
+def missing(
+    name: str, pieces: list[dict[str, Any]], again: bool, measure: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Add to the rows of a file those of these pieces that are not there, or are of other sources; or all ``again``."""
     path = FOLDER / f"{name}.json"
-    rows = [row for row in json.loads(path.read_text()) if current(row)] if path.exists() else []
+    rows = list(filter(resumable, json.loads(path.read_text()))) if path.exists() and not again else []
     for piece in pieces:
         if any(piece.items() <= row.items() for row in rows):
             continue
@@ -97,7 +100,7 @@ def missing(name: str, pieces: list[dict[str, Any]], measure: Callable[[dict[str
         rows = json.loads(path.read_text())
 
 
-def series(root: Path) -> None:
+def series(root: Path, again: bool = False) -> None:
     """Train what has no row, write bench/results/cpu/depth/series.json and series.svg."""
     torch.set_num_threads(1)
     pieces = [dict(seed=s, layers=n, model=model) for s in SEEDS for model in MODELS for n in DEPTHS]
@@ -107,14 +110,14 @@ def series(root: Path) -> None:
             return baseline(piece["model"], piece["layers"], piece["seed"], root)
         return trained(OURS | {name: piece[name] for name in ("layers", "seed")}, root)
 
-    missing("series", pieces, measure)
+    missing("series", pieces, again, measure)
     plot()
 
 
-def paper(root: Path) -> None:
+def paper(root: Path, again: bool = False) -> None:
     """Train in the paper's configuration, write bench/results/cpu/depth/paper.json."""
     torch.set_num_threads(1)
-    missing("paper", [{"settings": PAPER}], lambda _: trained(PAPER, root))
+    missing("paper", [{"settings": PAPER}], again, lambda _: trained(PAPER, root))
 
 
 def plot() -> None:

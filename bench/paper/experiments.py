@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Experiment:
-    """Commands of modules here; ROOT is the folder of the data, WORK one of large files. Rows are patterns of files."""
+    """Commands of modules here; ROOT is the folder of the data, WORK one of large files, AGAIN stands for ``--again``
+    where that was asked. Rows are patterns of files."""
 
     what: str
     rows: tuple[str, ...]
@@ -50,7 +51,7 @@ EXPERIMENTS = {
     "depth": Experiment(
         "accuracy and memory against depth",
         ("cpu/depth/series.json", "cpu/depth/paper.json"),
-        ("depth series --root ROOT", "depth paper --root ROOT"),
+        ("depth series --root ROOT AGAIN", "depth paper --root ROOT AGAIN"),
     ),
     "sequence-memory": Experiment(
         "bias and activations of ranks that share a sequence",
@@ -70,8 +71,8 @@ EXPERIMENTS = {
     "cost-model": Experiment(
         "the 216 configurations",
         ("*/cost_model*/memory.json", "*/cost_model*/time.json"),
-        ("cost_model memory", "cost_model time", "cost_model judge"),
-        ("cost_model memory --subset", "cost_model time --subset", "cost_model judge --subset"),
+        ("cost_model memory AGAIN", "cost_model time AGAIN", "cost_model judge"),
+        ("cost_model memory --subset AGAIN", "cost_model time --subset AGAIN", "cost_model judge --subset"),
     ),
     "transfer": Experiment(
         "Graphormer, predicted by rows of HierarchicalGT", ("*/transfer/rows.json",), ("transfer measure",)
@@ -97,7 +98,7 @@ EXPERIMENTS = {
     ),
     "plans": Experiment("plans of two processes, predicted and trained", ("cpu/real_plans/p*.json",), ("real_plans",)),
     "cluster": Experiment(
-        "the same on hosts that a slow link joins", ("cpu/cluster/2*.json",), ("cluster run", "cluster judge")
+        "the same on hosts that a slow link joins", ("cpu/cluster/2*.json",), ("cluster run AGAIN", "cluster judge")
     ),
     "pareto": Experiment("all plans of four processes, and what some took", ("cpu/pareto/p*.json",), ("pareto run",)),
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 
 import numpy as np
 import pytest
 import tyro
 
+from bench import provenance
 from bench.paper import __main__ as paper
-from bench.paper import compared, raw_files, trials
+from bench.paper import cluster, compared, cost_model, raw_files, trials
 from bench.paper.page import page
 from bench.provenance import RESULTS, ROOT, rows_of
 from megagraph.data.datasets import load_graph
@@ -67,6 +69,71 @@ def test_the_page_has_the_trainings_that_are_reported_and_medians_beside_ranges(
     assert f" {cell} 1 |" in text
 
 
+def test_what_was_stopped_or_is_quick_is_not_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+
+    def asked(quick: bool = False, generated: bool = False) -> bool:
+        return paper.done("losses", tmp_path, quick, generated)
+
+    paper.finish("losses", tmp_path)
+    provenance.write_rows("step_losses", [{"value": 1.0}], folder="cpu")
+    assert not asked()  # it was stopped
+    paper.finish("losses", tmp_path)
+    assert asked() and not asked(quick=True) and not asked(generated=True)
+    provenance.write_rows("step_losses", [{"value": 2.0}], folder="cpu")
+    assert not asked()  # it was begun again
+    monkeypatch.setattr(provenance, "QUICK", True)
+    provenance.write_rows("step_losses", [{"value": 2.0}], folder="cpu")
+    paper.finish("losses", tmp_path)
+    assert asked(quick=True) and not asked()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_again_reaches_what_would_go_on(again, tmp_path, monkeypatch):
+    ran = []
+
+    def run(command, env):
+        ran.append(command[2:])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(paper.subprocess, "run", run)
+    paper.main(names=("cluster",), again=again, out=tmp_path)
+    assert ran == [["bench.paper.cluster", "run", *["--again"] * again], ["bench.paper.cluster", "judge"]]
+    assert not list(tmp_path.iterdir())  # no rows, nothing is finished
+
+
+def test_beds_with_rows_of_other_sources_are_trained(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    monkeypatch.setattr(cluster, "FOLDER", tmp_path / "cpu/cluster")
+    monkeypatch.setattr(cluster.network, "refusal", lambda: None)
+    monkeypatch.setattr(cluster.network, "run", lambda bed, command, timeout: trained.append(command[-1]))
+    old, new, none = list(cluster.BEDS)[:3]
+    provenance.write_rows(f"cluster/{new}", [{}], folder="cpu")
+    (tmp_path / f"cpu/cluster/{old}.json").write_text("[{}]")
+    for again, names in ((False, [old, none]), (True, [old, new, none])):
+        trained.clear()
+        cluster.run((old, new, none), again)
+        assert trained == names
+
+
+def test_times_of_another_torch_are_not_gone_on_with(tmp_path, monkeypatch):
+    for module in (provenance, cost_model):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    (tmp_path / "cpu/cost_model_subset").mkdir(parents=True)
+    found = []
+    for seconds, torch, rounds in ((1.0, "1.0", 2), (2.0, "2.0", 3), (3.0, "2.0", 4)):
+        origin = dict(device="a CPU", python="3", torch=torch, commit="abc")
+        monkeypatch.setattr(provenance, "provenance", lambda origin=origin: dict(origin))
+        monkeypatch.setattr(cost_model, "training_pass", lambda point, device, seconds=seconds: lambda: seconds)
+        monkeypatch.setattr(cost_model, "ROUNDS", rounds)
+        cost_model.measure("time", subset=True)
+        rows = rows_of(tmp_path / "cpu/cost_model_subset/time.json")
+        assert len(rows) == 8 and {row["torch"] for row in rows} == {torch}
+        found.append(rows[0]["all_seconds"])
+    assert found == [[1.0, 1.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 3.0]]
+
+
 @pytest.mark.slow
 def test_a_quick_experiment_writes_its_own_rows_and_is_not_run_again(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
@@ -81,5 +148,7 @@ def test_a_quick_experiment_writes_its_own_rows_and_is_not_run_again(tmp_path, m
     assert "`cpu/step_losses.json`, 1 row, " in page and ", quick, generated\n\n| dataset | difference |" in page
     assert (tmp_path / "sources" / f"{row['sources']}.sha256").exists()
     assert (RESULTS / "cpu" / "step_losses.json").read_bytes() == before
-    tyro.cli(paper.main, args=["--list", "--out", str(tmp_path)])
-    assert "losses                 losses of both on the same batches: done" in capfd.readouterr().out
+    tyro.cli(paper.main, args=["losses", "--list", "--quick", "--out", str(tmp_path)])
+    tyro.cli(paper.main, args=["losses", "--list", "--out", str(tmp_path)])
+    line = "losses                 losses of both on the same batches"
+    assert capfd.readouterr().out.splitlines() == [f"{line}: done", line]
