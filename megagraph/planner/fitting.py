@@ -111,13 +111,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
     """
     checked = check_rows(rows)
     given = next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None)
-    computed = [row for row in checked if row["kind"] in COMPUTED]
-    slowness = _slowness(computed)
-    if slowness:
-        # a row of a bench is of no rank
-        computed = [
-            row | {"seconds": row["seconds"] / slowness[int(row["rank"])]} if "rank" in row else row for row in computed
-        ]
+    computed, slowness = as_alike(row for row in checked if row["kind"] in COMPUTED)
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
     held_out: dict[str, float] = {}
@@ -147,6 +141,18 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         workload=workload or given,
         model=next((ModelConfig.from_json(row["model"]) for row in checked if "model" in row), None),
     )
+
+
+def as_alike(computed: Iterable[Row]) -> tuple[list[Row], tuple[float, ...]]:
+    """Rows as ranks that are alike would have them, and the slowness of each rank, by which its seconds are divided."""
+    rows = list(computed)
+    slowness = _slowness(rows)
+    if slowness:
+        # a row of a bench is of no rank
+        rows = [
+            {**row, "seconds": row["seconds"] / slowness[int(row["rank"])]} if "rank" in row else row for row in rows
+        ]
+    return rows, slowness
 
 
 def _slowness(rows: Sequence[Row]) -> tuple[float, ...]:

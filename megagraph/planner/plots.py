@@ -12,6 +12,7 @@ from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import (
     COMPUTED,
+    as_alike,
     fit_memory,
     fit_seconds,
     held_out_third,
@@ -38,9 +39,12 @@ def _figure(columns: int) -> tuple[Any, Any]:
 
 
 def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
-    """Predicted against measured, seconds and bytes, and latency against layers; a random third was held out."""
+    """Predicted against measured, seconds and bytes, and latency against layers; a random third was held out.
+
+    Seconds of ranks of unequal speed are those of their average, which coefficients are of.
+    """
     figure, axes = _figure(3)
-    computed = [row for row in rows if row["kind"] in COMPUTED and row["seconds"] > 0]
+    computed = [row for row in as_alike(row for row in rows if row["kind"] in COMPUTED)[0] if row["seconds"] > 0]
     memory = [row for row in rows if row["kind"] == "memory"]
     for axis, part, unit in ((axes[0], computed, "seconds"), (axes[1], memory, "peak bytes")):
         seen, unseen = held_out_third(part)
