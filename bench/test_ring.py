@@ -19,7 +19,6 @@ from bench.measure import problem, times
 from bench.shapes import DEVICE, FORMS, Case, Inputs, make_bias, square
 from megagraph.attention.bias import aligned_rows
 from megagraph.attention.comm import attend
-from megagraph.attention.context_parallel import loopback_attention
 from megagraph.attention.engines import choose
 from megagraph.attention.exchange import Loopback
 from megagraph.attention.operator import make_step
@@ -50,9 +49,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_ring(case, num_super, direction, contender, pedantic, record, request):
-    inputs = problem(case).sets[0]
-    problem(case).check(loopback(case, inputs, num_super))
-    launch = (ring_steps if contender == "ring_steps" else one_call)(case, inputs, num_super, direction)
+    launch = checked(case, num_super, direction, contender)
     row = {"series": "ring", "contender": contender, **case.fields(), "direction": direction, "unit": "s"}
     row |= {"M": -(-(case.N - num_super) // WORLD_SIZE) + num_super, "P": WORLD_SIZE, "num_super": num_super}
     row |= times([launch], pedantic, calls=WORLD_SIZE)
@@ -60,11 +57,27 @@ def test_ring(case, num_super, direction, contender, pedantic, record, request):
     request.getfixturevalue("benchmark").extra_info.update(row)
 
 
-def loopback(case: Case, inputs: Inputs, num_super: int) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs.leaves]
-    bias = make_bias(case.form, inputs.data, tuple(leaves[3:]))
-    out, _ = loopback_attention(*leaves[:3], bias, num_super=num_super, world_size=WORLD_SIZE)
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.d_out)]
+def checked(case: Case, num_super: int, direction: str, contender: str) -> Callable[[], list[Tensor]]:
+    """A launch whose results are right."""
+    make = ring_steps if contender == "ring_steps" else one_call
+    launch = make(case, problem(case).sets[0], num_super, direction)
+    problem(case).check(_whole(case, num_super, launch()))
+    return launch
+
+
+def _whole(case: Case, num_super: int, results: list[Tensor]) -> list[Tensor]:
+    """out, and where there are any the gradients of q, k, v and the learned part, from those of every rank."""
+    layout = _layouts(case, num_super)[0]
+    outs, gradients = results[:WORLD_SIZE], results[WORLD_SIZE:]
+
+    def summed(parts: list[Tensor]) -> Tensor:
+        parts = [x.float() for x in parts]
+        if parts[0].shape[-2] != layout.num_local:  # not of a rank's rows alone
+            return sum(parts)
+        return layout.join(parts, sum(x[:, :, layout.block_size :] for x in parts), dim=2)
+
+    out = layout.join(outs, outs[0][:, :, layout.block_size :], dim=2)
+    return [out, *(summed(gradients[i::4]) for i in range(4) if gradients)]
 
 
 def _layouts(case: Case, num_super: int) -> list[mg.NodeLayout]:
@@ -74,13 +87,14 @@ def _layouts(case: Case, num_super: int) -> list[mg.NodeLayout]:
 def _rank_rows(inputs: Inputs, layout: mg.NodeLayout, form: str) -> Inputs:
     """The rows of one rank, laid out as its loader would: copied before any time is taken."""
     q, k, v, d_out = (layout.shard(x, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.d_out))
+    d_out *= layout.owned.to(DEVICE)[:, None]  # super rows are there on every rank, and count once
     bias = make_bias(form, inputs.data, inputs.learned).rows(layout.local_to_global.clamp(min=0).to(DEVICE))
     data = None if bias.data is None else aligned_rows(bias.data)
     learned = aligned_rows(bias.learned) if form == "dense" else bias.learned
     return Inputs(q, k, v, d_out, data, (learned,))
 
 
-def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
+def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], list[Tensor]]:
     layouts = _layouts(case, num_super)
     parts = [_rank_rows(inputs, layout, case.form) for layout in layouts]
     leaves = [x.detach().requires_grad_() for part in parts for x in part.leaves]
@@ -94,7 +108,7 @@ def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Ca
     return _launch(forward, leaves, [part.d_out for part in parts], direction)
 
 
-def one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], object]:
+def one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], list[Tensor]]:
     """The same rows, a rank at a time, each in one call with the keys of all nodes."""
     parts = [
         replace(_rank_rows(inputs, layout, case.form), k=inputs.k, v=inputs.v) for layout in _layouts(case, num_super)
@@ -111,11 +125,15 @@ def one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Call
     return _launch(forward, [x for of_rank in leaves for x in of_rank], [part.d_out for part in parts], direction)
 
 
-def _launch(forward, leaves: list[Tensor], d_outs: list[Tensor], direction: str) -> Callable[[], object]:
-    """``forward`` gives out and lse in turn."""
+def _launch(forward, leaves: list[Tensor], d_outs: list[Tensor], direction: str) -> Callable[[], list[Tensor]]:
+    """``forward`` gives out and lse in turn; a launch gives every out, and the gradients of every leaf."""
 
     def forward_only():
         with torch.no_grad():
-            return forward()
+            return [*forward()[0::2]]
 
-    return forward_only if direction == "forward" else lambda: torch.autograd.grad(forward()[0::2], leaves, d_outs)
+    def forward_backward():
+        outs = forward()[0::2]
+        return [*outs, *torch.autograd.grad(outs, leaves, d_outs)]
+
+    return forward_only if direction == "forward" else forward_backward

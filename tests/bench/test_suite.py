@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from bench import compile_report, measure, tables, tune
+from bench import test_ring as ring
 from bench.floors import RATES, floor
 from bench.mutant_list import MUTANTS
 from bench.mutant_plans import PLANS_AND_SHARES
@@ -223,6 +224,21 @@ def test_no_time_without_right_values(attend, reason, monkeypatch):
     row = measure.measure("other", square(2, 2, 17, 8, "bucket"), "forward", never)
     assert row["refusal"].startswith(reason) and "more" not in row["refusal"]
     assert "median" not in row
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward_backward"])
+@pytest.mark.parametrize(
+    ("contender", "module", "name"),
+    [("ring_steps", ring, "attend"), ("one_call", ring.mg, "biased_attention")],
+    ids=["ring", "one call"],
+)
+def test_no_time_of_ring_steps_without_right_values(direction, contender, module, name, monkeypatch):
+    case, num_super = ring.ring_cases(smoke=True)[0]
+    assert len(ring.checked(case, num_super, direction, contender)()) == (4 if direction == "forward" else 20)
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given, **more: [1.01 * x for x in right(*given, **more)])
+    with pytest.raises(measure.WrongValues, match="wrong values: out is"):
+        ring.checked(case, num_super, direction, contender)
 
 
 def test_our_own_errors_are_not_rows(monkeypatch):
