@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import tyro
 
 import megagraph as mg
-from bench.paper.epoch_time import ANS_GT, BATCH_SIZE, EPOCHS, SEED, WARMUP_STEPS, Contender
+from bench.paper.epoch_time import ANS_GT, BATCH_SIZE, SEED, Contender, in_turn
 from bench.provenance import write_rows
 from megagraph.attention import engines, reuse
 from megagraph.config import TrainConfig
+from megagraph.data.batch import Batch
 from megagraph.data.datasets import load_graph
 from megagraph.data.loader import Loader
 from megagraph.evaluate import batches, choose_split
@@ -76,33 +76,19 @@ def epochs(part: str, root: Path) -> tuple[list[float], list[float]]:
     lacks.model.load_state_dict(has.model.state_dict())
     loader = Loader(builder, choose_split(graph, config).train, batch_size=BATCH_SIZE, seed=SEED, shuffle=True)
 
-    def train(contender: Contender, batch: Any, step: int) -> None:
+    def train(contender: Contender, batch: Batch, step: int) -> None:
         if contender is has:
             contender.train_step(batch, step)
             return
         with without(part):
             contender.train_step(batch, step)
 
-    step, found = 0, ([], [])
-    for epoch in range(EPOCHS):
-        has.seconds.clear()
-        lacks.seconds.clear()
-        waiting, loading = time.perf_counter(), 0.0
-        for batch in loader.epoch(epoch):
-            loading += time.perf_counter() - waiting
-            for contender in (has, lacks) if step % 2 else (lacks, has):
-                train(contender, batch, step)
-                if step < WARMUP_STEPS:
-                    contender.seconds.clear()
-            step += 1
-            waiting = time.perf_counter()
-        for seconds, contender in zip(found, (has, lacks), strict=True):
-            seconds.append(sum(contender.seconds) + loading)
+    seconds = [of_both for of_both, _ in in_turn((has, lacks), loader, train)]
     worst = max(
         (a - b).abs().max().item() for a, b in zip(has.model.parameters(), lacks.model.parameters(), strict=True)
     )
-    print(f"{part}: weights differ by {worst:.1e} after {step} steps")
-    return found
+    print(f"{part}: weights differ by {worst:.1e} after {len(seconds)} epochs")
+    return [of_one for of_one, _ in seconds], [of_other for _, of_other in seconds]
 
 
 def dense() -> tuple[list[float], list[float]]:

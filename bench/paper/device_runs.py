@@ -111,14 +111,18 @@ def main(root: Path, judge_only: Annotated[bool, tyro.conf.arg(name="judge")] = 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(RUNS)) as pool:
         began = {pool.submit(train, name, root.resolve(), Path(folder) / str(i)): name for i, name in enumerate(RUNS)}
         found: dict[str, dict[str, Any]] = {}
+        failed = []
         for future in as_completed(began):
             try:
                 found[began[future]] = future.result()
             except SystemExit as error:  # the others go on
-                print(f"{began[future]}: {error}")
+                failed.append(f"{began[future]}: {error}")
+                print(failed[-1], flush=True)
                 continue
             rows = [found[name] for name in RUNS if name in found]
             write_rows("runs", rows, children=PACKAGE)  # what has ended is kept, whatever ends the others
+    if failed:
+        raise SystemExit("\n".join(["failed, and without a row:", *failed]))
     judge(rows)
 
 

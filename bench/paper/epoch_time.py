@@ -14,6 +14,7 @@ Fixed: ANS-GT's configuration, seed 0, random 60/20/20 split, batches of 32 targ
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -152,6 +153,34 @@ def compare(ours: Contender, eager: Contender, batch: Batch) -> float:
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*results, strict=True))
 
 
+def in_turn(
+    pair: tuple[Contender, Contender],
+    loader: Loader,
+    train: Callable[[Contender, Batch, int], None] = Contender.train_step,
+) -> Iterator[tuple[list[float], float]]:
+    """Seconds of each epoch of the two, who take turns batch by batch after steps to warm up, and of loading, which are
+    in both."""
+    step = 0
+
+    def take(batches: Iterable[Batch]) -> float:
+        nonlocal step
+        for contender in pair:
+            contender.seconds.clear()
+        loading, waiting = 0.0, time.perf_counter()
+        for batch in batches:
+            loading += time.perf_counter() - waiting
+            for contender in pair if step % 2 else reversed(pair):
+                train(contender, batch, step)
+            step += 1
+            waiting = time.perf_counter()
+        return loading
+
+    take(islice(loader.epoch(0), WARMUP_STEPS))
+    for epoch in range(EPOCHS):
+        loading = take(islice(loader.epoch(epoch), STEPS))
+        yield [sum(contender.seconds) + loading for contender in pair], loading
+
+
 def main(dataset: Literal["citeseer", "cora", "computers"], root: Path) -> None:
     """Print and write the row bench/results/DEVICE/epoch_time/DATASET.json."""
     config = TrainConfig(dataset=dataset, root=root, seed=SEED, batch_size=BATCH_SIZE, **ANS_GT)
@@ -174,24 +203,11 @@ def main(dataset: Literal["citeseer", "cora", "computers"], root: Path) -> None:
     print(f"relative difference of loss and gradient: {difference:.1e}")
     assert difference < 1e-4, "the two models do not compute the same"
 
-    step, loading = 0, []
-    epochs = []
-    for epoch in range(EPOCHS):
-        for contender in (ours, eager):
-            contender.seconds.clear()
-        waiting = time.perf_counter()
-        loading.append(0.0)
-        for batch in islice(loader.epoch(epoch), STEPS):
-            loading[-1] += time.perf_counter() - waiting
-            pair = (ours, eager) if step % 2 else (eager, ours)
-            for contender in pair:
-                contender.train_step(batch, step)
-                if step < WARMUP_STEPS:
-                    contender.seconds.clear()
-            step += 1
-            waiting = time.perf_counter()
-        epochs.append([sum(c.seconds) + loading[-1] for c in (ours, eager)])
-        print(f"epoch {epoch}: ours {epochs[-1][0]:.2f} s, eager {epochs[-1][1]:.2f} s, loading {loading[-1]:.2f} s")
+    epochs, loading = [], []
+    for seconds, waited in in_turn((ours, eager), loader):
+        epochs.append(seconds)
+        loading.append(waited)
+        print(f"epoch {len(epochs)}: ours {seconds[0]:.2f} s, eager {seconds[1]:.2f} s, loading {waited:.2f} s")
     ratios = [slow / fast for fast, slow in epochs]
     row = {
         "dataset": dataset,

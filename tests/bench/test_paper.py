@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import tyro
 
 from bench import provenance
 from bench.paper import __main__ as paper
-from bench.paper import cluster, compared, cost_model, raw_files, trials
+from bench.paper import cluster, compared, cost_model, device_runs, epoch_time, raw_files, trials
 from bench.paper.page import page
 from bench.provenance import RESULTS, ROOT, rows_of
 from megagraph.data.datasets import load_graph
@@ -132,6 +133,29 @@ def test_times_of_another_torch_are_not_gone_on_with(tmp_path, monkeypatch):
         assert len(rows) == 8 and {row["torch"] for row in rows} == {torch}
         found.append(rows[0]["all_seconds"])
     assert found == [[1.0, 1.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 3.0]]
+
+
+def test_steps_to_warm_up_are_in_no_epoch(monkeypatch):
+    """The seconds of a step are its number."""
+    loader = SimpleNamespace(epoch=lambda epoch: [None] * 7)
+    pair = (SimpleNamespace(seconds=[]), SimpleNamespace(seconds=[]))
+    monkeypatch.setattr(epoch_time.time, "perf_counter", lambda: 0.0)
+    found = [*epoch_time.in_turn(pair, loader, lambda own, batch, step: own.seconds.append(float(step)))]
+    warm = epoch_time.WARMUP_STEPS
+    assert found == [([float(sum(range(warm + n, warm + n + 7)))] * 2, 0.0) for n in (0, 7, 14)]
+
+
+def test_a_training_that_failed_is_said_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    def train(name, root, out):
+        if name == "citeseer":
+            raise SystemExit("megagraph train ended with 1")
+        return {"run": name}
+
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    monkeypatch.setattr(device_runs, "train", train)
+    with pytest.raises(SystemExit, match="failed, and without a row:\nciteseer: megagraph train ended with 1"):
+        device_runs.main(tmp_path)
+    assert len(rows_of(next(tmp_path.rglob("runs.json")))) == len(device_runs.RUNS) - 1
 
 
 @pytest.mark.slow
