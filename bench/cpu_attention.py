@@ -26,6 +26,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -163,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

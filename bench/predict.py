@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import tyro
 
 import megagraph as mg
 from bench.compile_report import BY_KEYS, Launch, compiled_launches, l2_bytes, programs_per_sm
@@ -220,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

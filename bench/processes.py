@@ -14,6 +14,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +38,8 @@ class Child:
 
     def __enter__(self) -> Child:
         self._started = time.perf_counter()
-        self._process = subprocess.Popen(
-            self.command, stdout=subprocess.PIPE, text=True, env=self._environment, start_new_session=True
-        )
+        self._said = tempfile.TemporaryFile("w+")  # it may say more than a pipe holds before anybody reads
+        self._process = subprocess.Popen(self.command, stdout=self._said, env=self._environment, start_new_session=True)
         return self
 
     def __exit__(
@@ -47,7 +47,8 @@ class Child:
     ) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        self._process.wait()
+        self._said.close()
 
     @property
     def seconds(self) -> float:
@@ -89,8 +90,8 @@ class Child:
 
     def said(self) -> str:
         """What it has printed; it has ended."""
-        assert self._process.stdout is not None
-        return self._process.stdout.read().strip()
+        self._said.seek(0)
+        return self._said.read().strip()
 
 
 def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, float]]:

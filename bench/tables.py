@@ -6,13 +6,14 @@ python -m bench.tables FOLDER           # plots land beside the rows
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 PREDICTED = Path(__file__).parent / "results" / "compile" / "predicted.json"
 
@@ -218,9 +219,15 @@ def save(figure, row: Row, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})  # the same rows give the same file
 
 
-def main(folder: Path) -> None:
-    """Print the tables, the five shapes last; write the plots."""
+def main(folder: tyro.conf.Positional[Path]) -> None:
+    """Print the tables, the five shapes last; write the plots.
+
+    Args:
+        folder: of the rows.
+    """
     rows = load(folder)
+    if not rows:
+        raise SystemExit(f"expected a folder with lists of rows in files *.json, got {folder}")
     plot_time_against_n(rows, folder / "time_against_n.svg")
     plot_fraction_of_floor(rows, folder / "fraction_of_floor.svg")
     tables = {"Refused": refusals(rows)}
@@ -240,4 +247,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    tyro.cli(main)

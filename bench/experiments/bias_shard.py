@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import tyro
 from torch import Tensor
 
 from bench.provenance import write_rows
@@ -100,6 +101,11 @@ def worker(rank: int, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print and write the rows bench/results/cpu/bias_shard.json."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(f"file://{Path(folder) / 'rendezvous'}",), nprocs=STAGES)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

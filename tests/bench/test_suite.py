@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import compile_report, measure, tables, tune
+from bench import compile_report, measure, processes, tables, tune
 from bench import test_ring as ring
 from bench.floors import RATES, floor
 from bench.mutant_list import MUTANTS
@@ -73,6 +73,24 @@ def test_benches_run_and_tables_come_from_their_rows(tmp_path, capsys):
     ):
         assert f"## {title}\n\n|" in printed
     assert rows[0]["device"] in printed and rows[0]["commit"] in (tmp_path / "time_against_n.svg").read_text()
+
+
+def test_tables_of_no_rows_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"expected a folder with lists of rows in files .*none"):
+        tables.main(tmp_path / "none")
+
+
+def test_every_command_answers_help_and_runs_nothing():
+    """All but the one that a bench starts with the words of another command."""
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        started = path.read_text().partition('__name__ == "__main__":')[2]
+        assert not started or "tyro." in started or path.name == "killer.py", path
+
+
+@pytest.mark.timeout(20)
+def test_a_command_may_say_more_than_a_pipe_holds():
+    said, used = processes.run("-c", "print('a line' * 100_000)")
+    assert said == "a line" * 100_000 and used["seconds"] > 0
 
 
 # limits.md: milliseconds and the unit that binds
