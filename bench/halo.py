@@ -35,6 +35,7 @@ import tyro
 from torch.multiprocessing import start_processes
 
 from bench.provenance import PACKAGE, write_rows
+from bench.resume import merged
 from bench.sparse_attention import SETS, graph_of
 from megagraph.attention.bias import BorderedData
 from megagraph.attention.exchange import GroupExchange
@@ -214,7 +215,7 @@ def main(
         if dense:
             kinds = (kind for kind in CONFIGS if kind != "pairs")
             rows = [{"set": own} | timed(name, root, ranks, kind) for ranks, kind in product(dense, kinds)]
-            print(write_rows(f"halo/{own}-dense", rows, folder="cpu", children=PACKAGE))
+            write(f"{own}-dense", rows)
             continue
         row = counts(name, root)
         for world_size in RANKS:
@@ -225,7 +226,13 @@ def main(
                 flush=True,
             )
         rows = [row] + [{"set": own} | timed(name, root, ranks, "pairs") for ranks in seconds]
-        print(write_rows(f"halo/{own}", rows, folder="cpu", children=PACKAGE))
+        write(own, rows)
+
+
+def write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Beside rows of other numbers of ranks that are there."""
+    every = merged(f"halo/{name}", rows, "ranks", "kind", folder="cpu")
+    print(write_rows(f"halo/{name}", every, folder="cpu", children=PACKAGE))
 
 
 if __name__ == "__main__":

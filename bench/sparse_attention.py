@@ -41,6 +41,7 @@ from torch_geometric.utils import softmax
 import megagraph as mg
 from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, write_rows
+from bench.resume import merged
 from megagraph.attention.fields import MASKED_BUCKET
 from megagraph.data.coarsen import partition
 from megagraph.data.datasets import load_graph
@@ -261,7 +262,7 @@ def main(root: Path | None = None, only: tuple[str, ...] = tuple(SETS), blocks: 
             + f", peak {row['peak_ratio']:.2f} of theirs",
             flush=True,
         )
-    print(write_rows("sparse_attention", rows, children=PACKAGE))
+    print(write_rows("sparse_attention", merged("sparse_attention", rows, "set"), children=PACKAGE))
 
 
 if __name__ == "__main__":

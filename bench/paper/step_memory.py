@@ -47,6 +47,7 @@ from bench.paper.epoch_time import Contender, EagerANSGT, compare
 from bench.paper.live_bytes import MIB
 from bench.processes import forget_peak, peak_resident
 from bench.provenance import PACKAGE, sized, write_rows
+from bench.resume import merged
 from bench.shapes import DEVICE
 from megagraph.attention.bias import aligned_rows
 from megagraph.attention.dropout import dropout_keys
@@ -256,7 +257,7 @@ def _taken_in_turn(names: tuple[str, ...], *given: Any) -> dict[str, tuple[list[
 
 
 def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
-    """Measure, print, and write bench/results/DEVICE/step_memory.json."""
+    """Measure, print, and write bench/results/DEVICE/step_memory.json, beside rows of other sizes."""
     rows = []
     for (layers, heads, dim), (nodes, sequences) in product(MODELS[DEVICE], sizes):
         apart = differences((layers, heads, dim), CONTENDERS[DEVICE] + TF32[DEVICE])
@@ -279,7 +280,8 @@ def steps(sizes: tuple[tuple[int, int], ...] = SIZES) -> None:
             for what, (part, most) in parts.items():
                 verdict = "" if len(rows) > 1 else f", at most {most}: {'holds' if part <= most else 'FAILS'}"
                 print(f"  {what} {part:.3f} of the eager model's{verdict}")
-        write_rows("step_memory", rows, children=PACKAGE)
+        case = ("layers", "heads", "dim", "nodes", "sequences")
+        write_rows("step_memory", merged("step_memory", rows, *case), children=PACKAGE)
 
 
 class _Calls(TorchDispatchMode):
@@ -341,7 +343,7 @@ def host() -> None:
 
 
 def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), quick=("cora",))) -> None:
-    """Train both, print the largest difference, and write bench/results/cpu/step_losses.json."""
+    """Train both, print the largest difference, and write bench/results/cpu/step_losses.json, beside others'."""
     rows = []
     for dataset in datasets:
         options = TrainConfig(dataset=dataset, root=root, seed=SEED, layers=4, dim=64, ffn_dim=64)
@@ -373,7 +375,7 @@ def losses(root: Path, datasets: tuple[str, ...] = sized(("cora", "computers"), 
         )
         print(f"at most {LOSS}: {'holds' if off <= LOSS else 'FAILS'}")
         rows.append({"dataset": dataset, "ours": found[0], "eager": found[1], "difference": off, "unit": "loss"})
-    write_rows("step_losses", rows, folder="cpu")
+    write_rows("step_losses", merged("step_losses", rows, "dataset", folder="cpu"), folder="cpu")
 
 
 if __name__ == "__main__":

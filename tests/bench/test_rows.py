@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import figures, provenance, stale
-from bench.provenance import ROOT
+from bench import figures, halo, provenance, sparse_attention, stale
+from bench.provenance import ROOT, rows_of
 
 OLD = "cpu/real_plans/plans.json"  # from before rows named their sources
 
@@ -140,6 +140,29 @@ def test_rows_keep_their_origin(checkout, monkeypatch):
     kept, own, new = json.loads(provenance.write_rows("new", [*old, profiled, {"value": 2.0}], "cpu").read_text())
     assert kept == old[0] and own.items() > profiled.items() and own["sources"] == new["sources"]
     assert (new["commit"], new["device"]) == ("def5678", "another")
+
+
+@pytest.mark.parametrize(
+    ("module", "made", "name"),
+    [(halo, "counts", "halo/b"), (sparse_attention, "measure", "sparse_attention")],
+    ids=["halo", "sparse"],
+)
+def test_rows_of_what_was_not_asked_for_stay(module, made, name, tmp_path, monkeypatch, capsys):
+    """But for those without sources, which would get today's, and quick ones."""
+    monkeypatch.setattr(provenance, "RESULTS", tmp_path)
+    own = {"set": "b", "pairs": 1, "nodes": 1}
+    ratio = dict.fromkeys(("seconds", "median", "peak_bytes"), 1.0) | {"range": [1.0, 1.0], "to": "eager"}
+    own |= {key: ratio for key in (*sparse_attention.CONTENDERS, "ratio")} | {"peak_ratio": 1.0}
+    own |= {f"ranks_{ranks}": {"halo": [1.0], "ring": 0.5, "work": 1.0} for ranks in halo.RANKS}
+    other = {"set": "b", "ranks": 2, "kind": "pairs"} if module is halo else {"set": "a"}
+    path = provenance.write_rows(name, [own, other, other | {"kind": "quick", "set": "c", "quick": True}], folder="cpu")
+    before = rows_of(path)
+    path.write_text(json.dumps([*before, {"set": "d", "ranks": 9}]))
+    monkeypatch.setattr(module, made, lambda name, root: own | {"pairs": 2})
+    given = {"sets": ("b",)} if module is halo else {"only": ("b",)}
+    module.main(root=tmp_path, **given)
+    new, kept = rows_of(path)
+    assert new["pairs"] == 2 and kept == before[1]
 
 
 def test_sources_that_changed_while_they_ran_make_a_dirty_row(checkout, monkeypatch):
