@@ -52,15 +52,34 @@ FROZEN = re.compile(r"^\| (\S+) \|.*\| ([0-9a-f]{16}) \|$", re.MULTILINE)
 
 
 def row_files(results: Path) -> dict[str, list[dict[str, Any]]]:
-    paths = sorted(path for pattern in ("*.json", "*.jsonl") for path in results.rglob(pattern))
-    return {path.relative_to(results).as_posix(): rows_of(path) for path in paths}
+    """Rows by their file.
+
+    Raises:
+        SystemExit: files that cannot be read, a line each.
+    """
+    found, unread = {}, []
+    for path in sorted(path for pattern in ("*.json", "*.jsonl") for path in results.rglob(pattern)):
+        file = path.relative_to(results).as_posix()
+        try:
+            found[file] = rows_of(path)
+        except ValueError as error:
+            unread.append(f"{file}: cut, or no JSON: {error}")
+    if unread:
+        raise SystemExit("\n".join(unread))
+    return found
 
 
 def left_behind(files: dict[str, list[dict[str, Any]]], root: Path) -> dict[str, set[str]]:
-    """Of each file of rows, the sources that are other files now."""
+    """Of each file of rows, the sources that are other files now, or their list, where it is not there."""
     named = {file: _one_of_each(_parts(rows)[0]) for file, rows in files.items()}
-    lists = _one_of_each([row for rows in named.values() for row in rows])
-    others = {row["sources"]: changed(row, root / "bench" / "results", root) for row in lists}
+    lists = {row["sources"] for rows in named.values() for row in rows}
+    results = root / "bench" / "results"
+    others = {
+        digest: changed({"sources": digest}, results, root)
+        if (path := listing(results, digest)).exists()
+        else [path.name]
+        for digest in lists
+    }
     return {file: {name for row in rows for name in others[row["sources"]]} for file, rows in named.items()}
 
 
@@ -92,7 +111,11 @@ def faults(root: Path = ROOT) -> list[str]:
     """What is wrong with the rows of a checkout, a line each."""
     results, written = root / "bench" / "results", (root / "docs" / "rows.md").read_text(encoding="utf-8")
     frozen, found, used, missing = _frozen(written), [], set(), False
-    for file, rows in row_files(results).items():
+    try:
+        files = row_files(results)
+    except SystemExit as unread:
+        return str(unread).splitlines()
+    for file, rows in files.items():
         named, bare = _parts(rows)
         if bare and frozen.get(file) != digest_of(bare):
             found.append(

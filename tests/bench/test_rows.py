@@ -62,6 +62,11 @@ def orphan_among_old_ones(root):
     file(root, OLD).write_text(json.dumps([*rows, rows[0]]))
 
 
+def cut_line(root):
+    path = file(root, "cpu/accuracy/cora.jsonl")
+    path.write_text(path.read_text()[:-20])
+
+
 SPOILT = {
     "orphan": (orphan, r"cpu/orphan.json: 1 rows name no sources"),
     "orphan among old ones": (orphan_among_old_ones, rf"{OLD}: 32 rows name no sources"),
@@ -89,6 +94,16 @@ SPOILT = {
         lambda root: replace(root / "docs/claims.md", "4.6 %", "4.7 %"),
         r"claims.md: expected .*4.6 %",
     ),
+    "digit before one of README": (lambda root: replace(root / "README.md", "956 MB", "7956 MB"), r"README.*'956 MB"),
+    "cut line": (cut_line, r"cpu/accuracy/cora.jsonl: cut, or no JSON"),
+    "rows gone": (
+        lambda root: file(root, "cpu/epoch_time/citeseer.json").unlink(),
+        r"(?s)README.md: bench/results/cpu/epoch_time/citeseer.json is not as it needs it.*claims.md: bench/res",
+    ),
+    "too few rows": (
+        lambda root: file(root, "cpu/package.json").write_text("[]"),
+        r"README.md: bench/results/cpu/package.json is not as it needs it",
+    ),
     "digit of README": (lambda root: replace(root / "README.md", "2.70 times", "2.80 times"), r"README.*2.70 times"),
 }  # fmt: skip
 
@@ -101,6 +116,12 @@ def test_nothing_is_wrong_with_what_is_not_spoilt(checkout):
 def test_what_is_wrong_is_seen(spoil, fault, checkout):
     spoil(checkout)
     assert re.search(fault, "\n".join(stale.faults(checkout))), stale.faults(checkout)
+
+
+def test_a_page_can_be_written_without_lists_of_sources(checkout):
+    shutil.rmtree(file(checkout, "sources"))
+    stale.write(checkout)
+    assert re.search(r"\| cpu/new.json \|[^\n]* changed since \|", (checkout / "docs" / "rows.md").read_text())
 
 
 def test_the_list_of_old_rows_gets_no_longer(checkout):
