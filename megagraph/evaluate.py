@@ -255,11 +255,11 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
     model, weights, table = make_model(config, model_config), opened.weights(), None
     if learned:
         table = NodeTable(model_config.in_features, model_config.dim)
-        fill(table, {"weight": weights.pop("node_table", torch.empty(0))}, opened.folder)
         table.to(config.torch_device(), config.parameter_dtype)
-    fill(model, weights, opened.folder)
+        fill(table, {"weight": weights.pop("node_table", torch.empty(0))}, opened.folder)
     stage = Stage(model, range(model_config.layers), autocast=config.dtype == "bf16")
     stage.to(config.torch_device(), config.parameter_dtype)
+    fill(stage.model, weights, opened.folder)  # last, as a model in fp32 would round them
     return Opened(config=config, graph=graph, pipeline=Pipeline([stage], [stage], Plan(), table=table))
 
 

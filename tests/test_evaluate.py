@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +90,14 @@ def test_a_metric_that_cannot_be_is_refused(tmp_path):
     assert len(choose_split(several, mg.TrainConfig(metric="average_precision")).test) == 12
     with pytest.raises(ValueError, match="the train part of the split is empty; test has too few labelled nodes"):
         choose_split(replace(several, labels=np.full((60, 2), -1, np.int8)), mg.TrainConfig())
+
+
+@pytest.mark.parametrize("embedding", ["features", "learned"])
+def test_weights_in_double_precision_are_not_rounded(tmp_path, embedding):
+    graph, options = synthetic_graph(num_nodes=60, in_features=4), SMALL | {"max_steps": 1, "warmup": 0.0}
+    mg.Trainer(mg.TrainConfig(dtype="fp64", embedding=embedding, out=tmp_path / "run", **options)).fit(graph)
+    opened = evaluate.open_run(tmp_path / "run", graph, {}).pipeline.state_dict()
+    torch.testing.assert_close(opened, Run.open(tmp_path / "run").weights(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["one class", "named", "no label", "labels"])
