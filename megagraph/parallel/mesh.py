@@ -141,7 +141,7 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
     except Exception as caught:
         error = caught
         failure.note(error)
-    outcomes = all_gather(None if error is None else (type(error).__name__, str(error)), group)
+    outcomes = all_gather(None if error is None else (_kind(error), str(error)), group)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
         return result  # type: ignore[return-value]
@@ -150,9 +150,15 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
         message = f"rank {failed[0]}: {message}"
     try:
         raised = getattr(builtins, kind)(message)
-    except (AttributeError, TypeError):  # not everyone may know this kind, or it is not made from one string
+    except (AttributeError, TypeError):  # of a library, or not made from one string
         raised = RuntimeError(f"{message} ({kind})")
     raise raised from error
+
+
+def _kind(error: Exception) -> str:
+    """The nearest built-in kind of an error, which every rank has; its own where that says nothing."""
+    nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return (type(error) if nearest is Exception else nearest).__name__
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
@@ -335,9 +336,9 @@ def message_of(function: Callable) -> str:
     return "no error"
 
 
-def fail_on(ranks: set[int], message: str = "the disk is full") -> str:
+def fail_on(ranks: set[int], kind: type[Exception] = OSError) -> str:
     if dist.get_rank() in ranks:
-        raise OSError(message)
+        raise kind("the disk is full")
     return f"done on rank {dist.get_rank()}"
 
 
@@ -393,6 +394,8 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
             "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
             "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),
+            "a plan fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}, mg.planner.NoFeasiblePlan))),
+            "a queue fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}, queue.Full))),
             "rank zero": lambda: on_rank_zero(lambda: fail_on(set())),
             "rank zero fails": lambda: message_of(lambda: on_rank_zero(lambda: fail_on({0}))),
         }

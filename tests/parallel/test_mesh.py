@@ -24,6 +24,8 @@ from tests.parallel.cases import BAD_PLANS
         ),
         ("fails on the last", "OSError: rank 2: the disk is full"),
         ("fails everywhere", "OSError: the disk is full"),
+        ("a plan fails", "ValueError: rank 0: the disk is full"),
+        ("a queue fails", "RuntimeError: rank 0: the disk is full (Full)"),
         ("rank zero", "done on rank 0"),
         ("rank zero fails", "OSError: rank 0: the disk is full"),
     ],
