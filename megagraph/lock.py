@@ -101,9 +101,13 @@ class Lock:
         content = _read(self.path)
         if content and not (seen is not None and seen[1] == content and time.monotonic() - seen[0] > DEAD_SECONDS):
             return False
-        files.write(self.path, self._beat())
+        beat = self._beat()
+        try:
+            files.write(self.path, beat)
+        except (FileExistsError, FileNotFoundError):  # another writes the same partial file now
+            return False
         time.sleep(2 * _POLL_SECONDS)  # two may have found it free: the last one has it
-        if json.loads(_read(self.path) or b"{}").get("pid") != self._holder["pid"]:
+        if _read(self.path) != beat.encode():
             return False
         log.warning(
             f"the file system of {self.path.parent} has no locks; two runs in it may be noticed only after "

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,21 @@ def test_where_the_file_system_has_no_locks(tmp_path, monkeypatch, caplog, numbe
     time.sleep(0.3)
     Lock(tmp_path, wait_seconds=10).release()
     assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("another", ["writes later", "takes the partial file", "writes a partial file"])
+def test_where_there_are_no_locks_and_two_find_it_free(tmp_path, monkeypatch, another):
+    """The other is on another machine, as a process of the same number."""
+    own, replace = {"host": "another", "pid": os.getpid(), "since": "now", "beat": 0.0}, os.replace
+    monkeypatch.setattr(lock, "fcntl", None)
+    if another == "writes later":
+        monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "lock").write_text(json.dumps(own)))
+    elif another == "takes the partial file":
+        monkeypatch.setattr(os, "replace", lambda old, new: [replace(old, new) for _ in range(2)])
+    else:
+        monkeypatch.setattr(Path, "unlink", lambda path, **_: path.touch())
+    with pytest.raises(TimeoutError, match="is in use by "):
+        Lock(tmp_path)
 
 
 def test_nothing_is_written_through_a_link(tmp_path):
