@@ -25,7 +25,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,7 @@ from megagraph.lock import Lock
 from megagraph.metrics import EpochLine, StepLine, checked
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan
+from megagraph.progress import log
 from megagraph.weights import read_weights, write_weights
 
 State = Literal["new", "started", "finished"]
@@ -226,17 +227,19 @@ class Run:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Hold the folder until the block ends; a new one in which nothing has begun by then is removed again."""
-        try:
-            yield
-        finally:
+        with ExitStack() as end:  # the last first, each whatever fails
             if self.writes:
-                for board in self.boards:
-                    board.close()
-                if self.state == "new" and not files.others(self.folder, _BEFORE_THE_FIRST_STEP):
-                    files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
+                end.callback(_remove_empty, self.folder)
                 if self._lock is not None:
-                    self._lock.release()
-                _remove_empty(self.folder)
+                    end.callback(self._lock.release)
+                end.callback(self._remove_if_new)
+                for board in self.boards:
+                    end.callback(_close, board)
+            yield
+
+    def _remove_if_new(self) -> None:
+        if self.state == "new" and not files.others(self.folder, _BEFORE_THE_FIRST_STEP):
+            files.remove(self.folder, _BEFORE_THE_FIRST_STEP)
 
     @property
     def config(self) -> TrainConfig:
@@ -410,6 +413,13 @@ def _folder(config: TrainConfig) -> Path:
         return config.out
     name = launch() or time.strftime("%Y%m%d-%H%M%S")
     return Path("runs") / f"{Path(config.dataset).stem}-{name}"
+
+
+def _close(board: Board) -> None:
+    try:
+        board.close()
+    except Exception as error:  # which would hide how the run ended
+        log.warning(f"--{board.package} may lack the last numbers, as it could not be closed: {error}")
 
 
 def _remove_empty(folder: Path) -> None:

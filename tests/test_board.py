@@ -106,6 +106,19 @@ def test_one_error_before_the_work_where_nobody_is_logged_in(tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_board_that_cannot_be_closed_hides_no_error(tmp_path, monkeypatch, caplog):
+    def fail(self):
+        raise OSError("no more space")
+
+    monkeypatch.setattr(TensorBoard, "close", fail)
+    run, _ = Run.enter(config(tmp_path / "run"))
+    run.boards.append(TensorBoard(run.folder))
+    with pytest.raises(RuntimeError, match="the real one"), run.kept():
+        raise RuntimeError("the real one")
+    assert "--tensorboard may lack the last numbers, as it could not be closed: no more space" in caplog.text
+    assert not run.folder.exists()  # nor a lock in it
+
+
 def test_an_epoch_that_is_the_first_line_of_a_start_counts_at_its_last_step(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
