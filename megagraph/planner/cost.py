@@ -170,33 +170,33 @@ class CostModel:
     def extrapolated(self, config: ModelConfig, plan: Plan, workload: Workload | None = None) -> list[str]:
         """Every size of this plan that lies outside the measured ones."""
         work = self.rank_work(config, plan, workload)
-        sizes = {
-            "tokens": work.sequences * work.rows,
-            "columns": work.columns,
-            "dim": config.dim,
-            "ffn_dim": config.ffn_dim,
-            "heads": config.heads / (plan.cp if work.by_heads else 1),
-        }
+        sizes = [
+            ("tokens", work.sequences * work.rows),
+            ("columns", work.columns),
+            ("dim", config.dim),
+            ("ffn_dim", config.ffn_dim),
+            ("heads", config.heads / (plan.cp if work.by_heads else 1)),
+        ]
         if plan.pp > 1:
-            sizes["transfer bytes"] = work.hidden_bytes
+            sizes.append(("transfer bytes", work.hidden_bytes))
         if plan.cp > 1:
-            block_bytes = work.gradients_of_keys * work.block_bytes
-            sizes["transfer bytes"] = work.head_bytes if work.by_heads else block_bytes
+            gradients = work.gradients_of_keys * (work.halo_bytes if plan.comm == "halo" else work.block_bytes)
+            sizes.append(("transfer bytes", work.head_bytes if work.by_heads else gradients))
         if plan.cp * plan.dp > 1:
-            sizes["all-reduce ranks"] = plan.cp * plan.dp
+            sizes.append(("all-reduce ranks", plan.cp * plan.dp))
         found = []
         if self.slowness and len(self.slowness) != plan.world_size:
             found.append("ranks of unequal speed were measured, and not these")
         if self._links.spans_nodes(plan.world_size) and not self.links.get("across"):
             found.append("links between nodes were not measured")
-        for name, value in sizes.items():
+        for name, value in sizes:
             if name not in self.ranges:
                 found.append(f"{name} was not measured")
                 continue
             low, high = self.ranges[name]
             if not low * (1 - 1e-9) <= value <= high * (1 + 1e-9):
                 found.append(f"{name} = {value:,.0f} is outside the measured {low:,.0f}..{high:,.0f}")
-        return found
+        return list(dict.fromkeys(found))
 
     # ---- the same from what a rank holds, which a search computes once
 

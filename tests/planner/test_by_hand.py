@@ -197,6 +197,16 @@ def test_rows_that_ranks_name():
     assert LISTED.halo_of(5) == pytest.approx(6 * 4 / 5)  # nobody has counted
 
 
+# hidden states of 4 rows beside gradients of a block's 3 keys and values, of those of a named node, or a head's q, k, v
+@pytest.mark.parametrize(("comm", "sent"), [("ring", 96), ("halo", 32), ("ulysses", 72)])
+def test_messages_of_stages_and_of_attention_are_sizes_that_were_measured(comm, sent):
+    workload, plan = replace(LISTED, halo=(1,)), mg.Plan(pp=2, cp=2, comm=comm)
+    cost = replace(cost_model(), ranges={"transfer bytes": (1.0, 1.0)})
+    said = [what for what in cost.extrapolated(CONFIG, plan, workload) if what.startswith("transfer")]
+    assert said == [f"transfer bytes = {size} is outside the measured 1..1" for size in (64, sent)]
+    assert cost_model().extrapolated(CONFIG, plan, workload).count("transfer bytes was not measured") == 1
+
+
 def test_a_search_looks_at_halos_of_listed_pairs_and_heads_that_can_be_dealt_out_only():
     every, of_three_heads = {"ring", "allgather", "halo", "ulysses"}, replace(CONFIG, dim=6, heads=3)
     for config, workload, ways in (
