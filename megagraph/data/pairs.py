@@ -67,6 +67,7 @@ class PairBuckets:
             "the pairs of the graph", starts, columns, buckets, graph.num_nodes
         )
         self._slots = np.argsort(order)  # of every node
+        self._last: tuple[np.ndarray, tuple[Relation, torch.Tensor]] | None = None
 
     @property
     def start(self) -> tuple[float, ...]:
@@ -102,10 +103,12 @@ class PairBuckets:
         """The pairs of these slots, ascending, with each other, numbered from 0 on, and their buckets."""
         if len(slots) == len(self.order):
             return self.relation, self.index
-        lists = (x.numpy() for x in (self.index, self.relation.columns, self.relation.row_starts))
-        some = sp.csr_array(tuple(lists), shape=2 * (len(self.order),))[slots][:, slots]
-        starts, columns = torch.from_numpy(some.indptr).long(), torch.from_numpy(some.indices).int()
-        return Relation.of_rows(starts, columns, len(slots), 1), torch.from_numpy(some.data)
+        if self._last is None or not np.array_equal(self._last[0], slots):  # ranks cut by it what they then take of it
+            lists = (x.numpy() for x in (self.index, self.relation.columns, self.relation.row_starts))
+            some = sp.csr_array(tuple(lists), shape=2 * (len(self.order),))[slots][:, slots]
+            starts, columns = torch.from_numpy(some.indptr).long(), torch.from_numpy(some.indices).int()
+            self._last = slots, (Relation.of_rows(starts, columns, len(slots), 1), torch.from_numpy(some.data))
+        return self._last[1]
 
     def __str__(self) -> str:
         each = self.num_pairs / len(self.order)

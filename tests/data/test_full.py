@@ -154,6 +154,7 @@ def test_a_partition_is_the_whole_graph_without_other_nodes(graph, number, top, 
     found = partitions_of(builder, seed)
     assert sorted(slot for slots, _ in found for slot in slots) == list(range(n)) and len(found) == number
     for slots, batch in found:
+        assert builder.structure.among(slots)[0] is builder.structure.among(slots.copy())[0]  # a rank asks twice
         kept = [*slots, *range(n, len(index))]
         np.testing.assert_array_equal(dense_index(batch.structure), index[np.ix_(kept, kept)])
         assert batch.structure.relation.columns.dtype == torch.int32
