@@ -153,7 +153,7 @@ def measured_bubble(spans: list[Span]) -> float:
         used = [s for own in stages for s in own]
         window = max(s.stop for s in used) - min(s.start for s in used)
         bubbles.append(1 - sum(_covered(own) for own in stages) / (window * len(step)))
-    return sorted(bubbles)[len(bubbles) // 2]
+    return median(bubbles)
 
 
 def bubble_in_theory(plan: Plan) -> float:

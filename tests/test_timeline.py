@@ -69,6 +69,12 @@ def test_the_bubble_of_known_spans(tmp_path):
     assert timeline.measured_bubble(spans) == pytest.approx(1 - 120 / 180)  # 60 ms of work in 90 ms on both
 
 
+def test_the_bubble_of_two_steps_is_the_mean_of_theirs():
+    whole, half = [(timeline.STEP, 0, 4), ("stage forward", 0, 4)], [("stage forward", 4, 5), ("stage backward", 7, 8)]
+    spans = [timeline.Span(0, *span) for span in (*whole, (timeline.STEP, 4, 8), *half)]
+    assert timeline.measured_bubble(spans) == (0 + 1 / 2) / 2
+
+
 def test_waits_between_stages_become_spans(tmp_path):
     folder = write_traces(tmp_path / "trace")
     before = timeline.read(folder)
