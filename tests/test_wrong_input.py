@@ -121,6 +121,7 @@ CASES = [
     (None, "evaluate Finished", r"did you mean finished\?"),
     (None, "plot timeline finishd", r"holds no run.json \(did you mean finished\?\)"),
     (None, "plot timeline finished", r"must hold the traces of a run, .*train with --trace"),
+    (None, "plot timeline finished --out finished/curves.png", r"curves.png is a file of the run; pass another --out"),
     (None, "plot bias nodir/run", r"holds no config.json \(there is no folder nodir\)"),
     (None, "plot bias finished --out nodir/x.png", r"expected a folder to write nodir/x.png in"),
     (None, "train --resume stoped", r"to resume, but it holds no config.json \(did you mean stopped\?\)"),

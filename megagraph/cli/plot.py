@@ -46,6 +46,7 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
 
         path = run / "timeline.png" if out is None else out
         opened = Run.of(run)
+        opened.check_output(path)
         plan, spans = opened.config.parallel_plan(), timeline.read(run / "trace", opened.id)
         if (ranks := sorted({span.rank for span in spans})) != [*range(plan.world_size)]:
             raise ValueError(f"expected traces of the ranks 0..{plan.world_size - 1} in {run / 'trace'}, got {ranks}")
