@@ -140,10 +140,10 @@ PLANS_AND_SHARES = (
         "layers * value - last[name] for",
     ),
     Mutant(
-        "weights of a workspace are added",
+        "weights of a fit are added",
         "megagraph/planner/fitting.py",
-        "for name in names] for row in terms]) * weights[:, None]",
-        "for name in names] for row in terms]) + weights[:, None]",
+        "matrix *= weights[:, None]",
+        "matrix += weights[:, None]",
     ),
     Mutant(
         "a workspace of all rows",

@@ -269,17 +269,17 @@ def _launched_ahead(
 
 
 def _least_squares(
-    terms: Sequence[Mapping[Any, float]], values: Sequence[float], *, power: float = 1.0
+    terms: Sequence[Mapping[Any, float]], values: Sequence[float], *, power: float = 1.0, of: Sequence[float] = ()
 ) -> dict[Any, float]:
-    """Non-negative coefficients of least error, relative to the values to a ``power``."""
+    """Non-negative coefficients of least error, relative to the values, or what these are ``of``, to a ``power``."""
     if not values:
         return {}
     from scipy.optimize import nnls  # half a second to import, which a search does not need
 
     names = sorted({name for row in terms for name in row})
     matrix = np.array([[row.get(name, 0.0) for name in names] for row in terms], dtype=float)
-    wanted = np.maximum(np.asarray(values, float), 1e-12)
-    weights = wanted**-power
+    whole = np.maximum(of or values, 1e-12)
+    wanted, weights = np.asarray(values) if of else whole, whole**-power
     matrix *= weights[:, None]
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
@@ -364,31 +364,16 @@ def fit_memory(rows: Sequence[Row]) -> dict[str, float]:
         [_row_kept(row) for row in rows], [max(row["kept_bytes"], 1.0) for row in rows]
     )
     full = [row for row in rows if row["kept_bytes"] > _parameter_bytes(row)]
-    over = [predict_peak(memory, row) for row in full]
-    left = [(row, row["peak_bytes"] - known) for row, known in zip(full, over, strict=True)]
-    if left:
-        memory |= _workspace(left)
-    return memory
+    peaks = [row["peak_bytes"] for row in full]
+    left = [peak - predict_peak(memory, row) for peak, row in zip(peaks, full, strict=True)]
+    # weighed by the whole peak: a workspace that is small beside it does not matter
+    return memory | _least_squares([_row_workspace(row) for row in full], left, of=peaks)
 
 
 def fit_process(memory: Mapping[str, float], rows: Sequence[Row]) -> dict[str, float]:
     """How many bytes a process takes for every byte of its tensors, the median of the rows."""
     factors = [row["process_bytes"] / predict_peak(memory, row) for row in rows]
     return {"process.byte": max(1.0, float(np.median(factors)))} if factors else {}
-
-
-def _workspace(left: Sequence[tuple[Row, float]]) -> dict[str, float]:
-    """Non-negative, and weighed by the whole peak: a workspace that is small beside it does not matter."""
-    from scipy.optimize import nnls
-
-    terms = [_row_workspace(row) for row, _ in left]
-    names = list(terms[0])
-    weights = np.array([1.0 / row["peak_bytes"] for row, _ in left])
-    matrix = np.array([[row[name] for name in names] for row in terms]) * weights[:, None]
-    scale = np.linalg.norm(matrix, axis=0)
-    scale[scale == 0] = 1.0
-    solution, _ = nnls(matrix / scale, np.array([value for _, value in left]) * weights)
-    return {name: float(x / s) for name, x, s in zip(names, solution, scale, strict=True)}
 
 
 def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
