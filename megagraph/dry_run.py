@@ -62,7 +62,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         builder = on_every_rank(lambda: batches(config, graph))
         preprocess_seconds = time.perf_counter() - started
         loader: Any = make_loader(replace(config, workers=0), builder, split.train, shuffle=True).epoch(0)
-        epoch = loader.sampler.items
+        epoch = loader.sampler
         sequences = sum(len(item) for item, _ in epoch) * (config.samples if config.batching == "ego" else 1)
         trained = np.zeros(graph.num_nodes, bool)
         trained[split.train] = True

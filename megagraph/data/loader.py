@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from megagraph.data.batch import WHOLE, Batch, Share
 from megagraph.data.build import Builder
@@ -51,13 +49,13 @@ class Loader:
             )
         self._builder, self._nodes, self._batch_size = builder, nodes, batch_size
         self._seed, self._shuffle = seed, shuffle
-        self._sampler = _Items()
+        self._items: list[tuple[np.ndarray, np.random.SeedSequence]] = []  # what the current epoch is built from
         ahead = max(1, PREFETCH_BYTES // builder.num_bytes(batch_size, share))  # batches
         num_workers = min(num_workers, ahead)
         self._loader = DataLoader(
             _Batches(builder, nodes, share),
             batch_size=None,
-            sampler=self._sampler,
+            sampler=self._items,
             num_workers=num_workers,
             prefetch_factor=min(PREFETCH_BATCHES, ahead // num_workers) if num_workers else None,
             persistent_workers=num_workers > 0,
@@ -84,21 +82,8 @@ class Loader:
         plan = self._builder.plan(self._nodes, self._batch_size, rng)
         if not 0 <= start <= len(plan):
             raise ValueError(f"expected start in 0..{len(plan)}, the batches of an epoch, got {start}")
-        self._sampler.items = list(zip(plan, seeds.spawn(len(plan)), strict=True))[start:]
+        self._items[:] = list(zip(plan, seeds.spawn(len(plan)), strict=True))[start:]
         return self._loader
-
-
-class _Items(Sampler):
-    """What the batches of the current epoch are to be built from; set in the main process, read by workers."""
-
-    def __init__(self) -> None:
-        self.items: list[tuple[np.ndarray, np.random.SeedSequence]] = []
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.random.SeedSequence]]:
-        return iter(self.items)
-
-    def __len__(self) -> int:
-        return len(self.items)
 
 
 class _Batches(Dataset):
