@@ -160,9 +160,10 @@ class Quality:
 
 
 def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) -> Quality:
-    """Quality of parts int [V]; reads the graph in chunks, or not at all, given their ``quotient``."""
+    """Quality of parts int [V]; reads the edges of the graph unless given their ``quotient``."""
     size = np.bincount(parts)
-    inside = _edges_inside(graph, parts) if edges is None else int(edges.diagonal().sum(dtype=np.float64))
+    edges = quotient(graph, parts) if edges is None else edges
+    inside = int(edges.diagonal().sum(dtype=np.float64))
     homophily = None
     if not graph.multi_label:
         known = graph.labels >= 0
@@ -176,15 +177,6 @@ def quality(graph: Graph, parts: np.ndarray, edges: sp.csr_array | None = None) 
         balance=float(size.max() / size.mean()),
         homophily=homophily,
     )
-
-
-def _edges_inside(graph: Graph, parts: np.ndarray) -> int:
-    inside = 0
-    for first in range(0, graph.num_nodes, _CHUNK_NODES):
-        ends = graph.indptr[first : first + _CHUNK_NODES + 1]
-        own = np.repeat(parts[first : first + _CHUNK_NODES], np.diff(ends))
-        inside += int((parts[graph.indices[ends[0] : ends[-1]]] == own).sum())
-    return inside
 
 
 def coarsen(
