@@ -49,12 +49,10 @@ def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) 
 
 
 def _figure(columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = 3 // columns
     figure = Figure(figsize=(4.2 * columns + 0.4 * rows, 3.1 * rows + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns).ravel()
 
 
@@ -113,14 +111,12 @@ def attention(shares: np.ndarray, kinds: list[str], path: Path) -> None:
 def _by_layer_and_head(
     values: np.ndarray, start: np.ndarray | None, labels: list[str], what: str, path: Path | BinaryIO
 ) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(4, len(values))
     rows = -(-len(values) // columns)
     wide = max(3.0, 0.14 * len(labels))
     figure = Figure(figsize=(1.5 + wide * columns, 0.8 + 2.8 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for layer, (panel, heads) in enumerate(zip(panels, values, strict=False)):
         for head, of_head in enumerate(heads):
@@ -142,7 +138,6 @@ def timeline(spans: list[Span], path: Path | BinaryIO, predicted: list[Span] | N
     Args:
         predicted: one step, drawn below from the start of every step.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ranks = sorted({span.rank for span in spans})
@@ -157,7 +152,6 @@ def timeline(spans: list[Span], path: Path | BinaryIO, predicted: list[Span] | N
         ]
         end = max(end, *(span.stop for span in parts["predicted"]))
     figure = Figure(figsize=(11, 1.5 + 0.6 * len(ranks) * len(parts)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (title, of_part) in zip(panels, parts.items(), strict=True):
         _rows_of_ranks(axes, of_part, ranks, origin, end)

@@ -30,11 +30,9 @@ from megagraph.planner.workload import Workload
 
 
 def _figure(columns: int) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * columns, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
