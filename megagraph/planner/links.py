@@ -163,11 +163,9 @@ def _around(shape: tuple[int, int, int], strides: tuple[int, int, int], dims: in
 def _to_all(size: int, world_size: int, per_node: int | None) -> int:
     if per_node is None:
         return 0
-    node = np.arange(world_size) // per_node
-    ring = np.arange(world_size) // size
-    here = np.unique(np.stack([node, ring]), axis=1, return_counts=True)[1]
-    leaving = np.bincount(np.unique(np.stack([node, ring]), axis=1)[0], here * (size - here))
-    return int(leaving.max())
+    ranks = np.arange(world_size)
+    (nodes, _), here = np.unique([ranks // per_node, ranks // size], axis=1, return_counts=True)
+    return int(np.bincount(nodes, here * (size - here)).max())
 
 
 def _most_that_leave(source: Ranks, target: Ranks, per_node: int | None) -> int:
