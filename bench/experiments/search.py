@@ -176,7 +176,7 @@ def bound_of(cost: CostModel, config: ModelConfig, workload: Workload, plan: Pla
     tables, free = cost.stage_tables(work), np.zeros((plan.num_stages, config.layers - plan.num_stages + 2))
     fastest = balance(tables, free, 0.0, plan.num_microbatches)
     assert fastest is not None
-    return max(cost.step_bound(work, tables, layers) for layers in ((), fastest[0]))
+    return max(cost.step_bound(work, tables, layers) for layers in ((), fastest))
 
 
 def main(what: tyro.conf.Positional[Literal["times", "gaps", "both"]] = "both", /) -> None:

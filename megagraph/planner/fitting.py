@@ -198,11 +198,6 @@ def predict_peak(memory: Mapping[str, float], row: Row) -> float:
     return _known_bytes(row) + peak + dot(memory, _row_workspace(row))
 
 
-def predict_process(memory: Mapping[str, float], row: Row) -> float:
-    """Bytes by which a process grows in a training step, of what a process row measured."""
-    return memory.get("process.byte", 1.0) * predict_peak(memory, row)
-
-
 def mape(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Mean of |predicted - measured| / measured."""
     a, b = np.asarray(predicted, float), np.asarray(measured, float)

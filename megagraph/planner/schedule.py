@@ -19,16 +19,12 @@ class Work(NamedTuple):
     microbatch: int
 
 
-def order(plan: Plan, rank: int) -> list[Work]:
+@cache
+def order_of(pp: int, per_rank: int, num: int, all_forward_first: bool, rank: int) -> tuple[Work, ...]:
     """What a rank of the pipeline does, first to last (torch.distributed.pipelining's own order).
 
     Zero-bubble is ordered like the schedule it refines, 1F1B or interleaved, and so predicted a little too long.
     """
-    return list(order_of(plan.pp, plan.stages_per_rank, plan.num_microbatches, plan.schedule == "gpipe", rank))
-
-
-@cache
-def order_of(pp: int, per_rank: int, num: int, all_forward_first: bool, rank: int) -> tuple[Work, ...]:
     if all_forward_first:
         return tuple(Work(backward, rank, k) for backward in (False, True) for k in range(num))
     if per_rank > 1:

@@ -386,8 +386,7 @@ class _Search:
         def best(limit: float, caps: tuple[int, ...]) -> tuple[int, ...] | None:
             key = (id(tables), plan.num_stages, plan.num_microbatches, caps)
             if key not in self._splits:
-                found = balance(tables, taken, limit, plan.num_microbatches)
-                self._splits[key] = None if found is None else found[0]
+                self._splits[key] = balance(tables, taken, limit, plan.num_microbatches)
             return self._splits[key]
 
         free = best(math.inf, ())

@@ -154,10 +154,8 @@ class StageTables:
         return float(np.diff(self.seconds[:, 1:]).min())
 
 
-def balance(
-    tables: StageTables, memory: Floats, limit_bytes: float, num_microbatches: int
-) -> tuple[tuple[int, ...], float] | None:
-    """The split of least GPipe time, sum_i (f_i + b_i) + (K - 1)(max f + max b), and that time; ``None``: none fits.
+def balance(tables: StageTables, memory: Floats, limit_bytes: float, num_microbatches: int) -> tuple[int, ...] | None:
+    """The split of least GPipe time, sum_i (f_i + b_i) + (K - 1)(max f + max b); ``None``: none fits.
 
     Exact where a middle stage's time is convex and nondecreasing in its layers: however the first and the last stage
     are loaded, the middle ones are then best filled evenly, which makes both their largest and their sum least. So
@@ -174,8 +172,7 @@ def balance(
         return None
     f, b, s = tables.forward, tables.backward, tables.seconds
     if num_stages == 1:
-        time = s[0, num_layers] + (num_microbatches - 1) * s[0, num_layers]
-        return (num_layers,), float(time)
+        return (num_layers,)
     caps[[0, -1]] = _worth_a_look(tables, caps, num_layers, num_microbatches)
     # the middle stages with what first and last leave of 2, 3, ... layers, filled evenly: none has more than a level
     ends, inner, heights = caps[0] + caps[-1] - 1, caps[1:-1], np.arange(most + 1)
@@ -213,11 +210,11 @@ def balance(
         best = needs.argmin()
     x, y = int(i[best]), int(j[best])
     if num_stages == 2:
-        return (x + 1, y + 1), float(time[x, y])
+        return x + 1, y + 1
     counts = np.minimum(level[x + y], inner)
     # the earliest keep the most in flight, so they hold the one less
     counts[np.flatnonzero(counts == level[x + y])[: over[x + y]]] -= 1
-    return (x + 1, *counts.tolist(), y + 1), float(time[x, y])
+    return x + 1, *counts.tolist(), y + 1
 
 
 def _worth_a_look(
@@ -277,23 +274,6 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
     counts = levels[level]
     counts[np.flatnonzero(counts == level)[: counts.sum() - num_layers]] -= 1
     return tuple(counts.tolist())
-
-
-def gpipe_seconds(
-    forward: Sequence[float] | Floats, backward: Sequence[float] | Floats, num_microbatches: int
-) -> float:
-    """Step time of stages with these seconds per micro-batch: sum_i (f_i + b_i) + (K - 1)(max f + max b).
-
-    Exact for uneven stages: the first micro-batch passes all of them, the others follow in the slowest one's time.
-    """
-    f, b = np.asarray(forward), np.asarray(backward)
-    return float(f.sum() + b.sum() + (num_microbatches - 1) * (f.max() + b.max()))
-
-
-def gpipe_tail(backward: Sequence[float] | Floats, num_microbatches: int) -> Floats:
-    """From the end of all forward passes to the last micro-batch's backward pass on every stage."""
-    b = np.asarray(backward)[::-1]
-    return (np.cumsum(b) + (num_microbatches - 1) * np.maximum.accumulate(b))[::-1]
 
 
 def gib(size: float) -> str:

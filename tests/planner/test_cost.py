@@ -13,9 +13,9 @@ from megagraph import files
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.fitting import COMPUTED, _layered, held_out_third, predict_peak, row_terms, time_errors
 from megagraph.planner.memory import stage_bytes
-from megagraph.planner.split import gpipe_seconds
 from megagraph.planner.terms import attention_terms, layer_terms, stage_parameters
 from tests.planner import synthetic
+from tests.planner.gpipe import gpipe_seconds
 
 CONFIG = mg.ModelConfig(
     in_features=32, num_classes=5, layers=8, dim=64, ffn_dim=64, heads=8, bias="bucket", bias_size=8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import megagraph as mg
-from megagraph.planner.schedule import Work, in_flight, order, slots_of
+from megagraph.planner.schedule import Work, in_flight, order_of, slots_of
 from tests.planner.torch_schedules import torch_slots, torch_zero_bubble
 
 PLANS = {
@@ -21,8 +21,7 @@ def test_interleaved_slots_are_those_of_torch(pp, per_rank, num):
         actions = torch_slots(pp, per_rank, num, rank)
         want = [a and Work(a.computation_type.name != "FORWARD", a.stage_index, a.microbatch_index) for a in actions]
         assert list(slots_of(pp, per_rank, num, rank)) == want
-        plan = mg.Plan(pp=pp, stages_per_rank=per_rank, num_microbatches=num, schedule="interleaved")
-        assert order(plan, rank) == [work for work in want if work is not None]
+        assert order_of(pp, per_rank, num, False, rank) == tuple(work for work in want if work is not None)
 
 
 def test_in_flight():
@@ -31,7 +30,7 @@ def test_in_flight():
     for plan in (PLANS["1f1b"], PLANS["interleaved"]):
         for rank, kept in enumerate(in_flight(plan)):
             running, most = 0, 0
-            for work in order(plan, rank):
+            for work in order_of(plan.pp, plan.stages_per_rank, plan.num_microbatches, False, rank):
                 running += -1 if work.backward else 1
                 most = max(most, running)
             assert sum(kept) == most

@@ -10,7 +10,7 @@ import megagraph as mg
 from megagraph.planner.links import Wire
 from megagraph.planner.schedule import Work
 from megagraph.planner.simulate import simulate
-from megagraph.planner.split import gpipe_seconds, gpipe_tail
+from tests.planner.gpipe import gpipe_seconds, gpipe_tail
 from tests.planner.torch_schedules import gpipe, interleaved, one_forward_one_backward, ticks
 
 SHAPES = [
