@@ -91,12 +91,11 @@ def row_terms(row: Row) -> Terms:
     return terms
 
 
-def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
+def fit(rows: Iterable[Row]) -> CostModel:
     """A cost model from rows of ``megagraph profile``, of a bench, or of both.
 
     Args:
         rows: dicts; ``FIELDS`` says what one of each kind holds, in seconds and bytes.
-        workload: what to search for by default; ``None``: the profile's.
 
     Raises:
         ValueError: no rows, rows of several devices, a field that is missing, a number that is NaN or negative.
@@ -110,7 +109,6 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         >>> cost.save("cost.json")
     """
     checked = check_rows(rows)
-    given = next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None)
     computed, slowness = as_alike(row for row in checked if row["kind"] in COMPUTED)
     memory_rows = [row for row in checked if row["kind"] == "memory"]
     train, test = held_out_third(computed)
@@ -138,7 +136,7 @@ def fit(rows: Iterable[Row], *, workload: Workload | None = None) -> CostModel:
         slowness=slowness,
         ranges=_ranges(checked),
         held_out=held_out,
-        workload=workload or given,
+        workload=next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None),
         model=next((ModelConfig.from_json(row["model"]) for row in checked if "model" in row), None),
     )
 
