@@ -8,8 +8,7 @@ import torch
 from megagraph.data.batch import Share
 from megagraph.data.build import Builder
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
-from megagraph.data.pairs import PairBuckets
-from megagraph.data.structure import DistanceBuckets
+from megagraph.data.structure import BiasChannels
 
 _NODES = 2**12  # so many slots of sequences are looked at
 _ROWS = 128  # and of a sequence about so many of its regular rows
@@ -25,15 +24,7 @@ def bias_start(builder: Builder) -> tuple[tuple[float, ...], tuple[float, ...]]:
     all of these are equal.
     """
     structure = builder.structure
-    if isinstance(structure, PairBuckets):
-        return (), structure.start
-    if isinstance(structure, DistanceBuckets):
-        distances = [-float(d) for d in range(structure.max_distance + 2)]
-        return (), (*distances, *distances, 0.0, 0.0)
-    unit = channel_deviations(builder)
-    start = [0.0] * structure.size
-    start[: structure.powers.num_powers] = [1.0 / structure.powers.num_powers] * structure.powers.num_powers
-    return unit, tuple(start)
+    return channel_deviations(builder) if isinstance(structure, BiasChannels) else (), structure.start
 
 
 def bias_labels(options: BatchOptions) -> list[str]:

@@ -270,6 +270,12 @@ class BiasChannels:
         self.coarse_powers = AdjacencyPowers(coarsening.adjacency, num_powers, scope, most_bytes)
         self._super_of = np.append(coarsening.membership, -1)  # padding (-1) stays padding
 
+    @property
+    def start(self) -> tuple[float, ...]:
+        """All powers weigh as much as one together."""
+        powers = self.powers.num_powers
+        return (*[1.0 / powers] * powers, *[0.0] * (self.size - powers))
+
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
         """Of the channels of this many sequences.
 
@@ -330,7 +336,6 @@ class CoarseBuckets:
                 f"expected at most {MAX_HOP_TABLE_NODES} super nodes for distance buckets, got "
                 f"{num_parts}; lower super_ratio or take bias='projected'"
             )
-        self.size = max_distance + 4  # buckets, with that of a global token
         self._own = np.uint8(max_distance + 2)
         self._super_of = coarsening.membership
         self._hops = np.empty((num_parts, num_parts), np.uint8)
@@ -364,6 +369,12 @@ class DistanceBuckets:
         self.global_tokens = global_tokens
         self._induced = InducedSubgraph(graph.indptr, graph.indices)
         self._coarse = CoarseBuckets(coarsening, max_distance)
+
+    @property
+    def start(self) -> tuple[float, ...]:
+        """Minus the distance of every bucket."""
+        distances = [-float(d) for d in range(self.max_distance + 2)]
+        return (*distances, *distances, 0.0, 0.0)
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
         """Of the buckets of this many sequences."""
