@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megagraph.attention import reuse
 from megagraph.attention.cpu.row import gather, num_groups, rescale, up
-from megagraph.attention.cpu.views import place_of, plane
+from megagraph.attention.cpu.views import number_of, place_of, plane
 from megagraph.jit import jit
 from megagraph.simd import LANES, borrowed, finite, load, splat, store
 from megagraph.threads import in_threads
@@ -70,8 +70,3 @@ def table_in_lanes(table: Tensor) -> np.ndarray:
     out = table.new_zeros(num_groups(H) * LANES, R)
     out[:H] = table
     return out.unflatten(0, (-1, LANES)).transpose(1, 2).contiguous().view(-1).numpy()
-
-
-def number_of(compute: torch.dtype) -> type:
-    """NumPy's type of a number."""
-    return torch.empty(0, dtype=compute).numpy().dtype.type

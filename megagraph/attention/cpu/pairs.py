@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megagraph.attention.bias import masked_table
 from megagraph.attention.cpu.dropout import pair_hash
-from megagraph.attention.cpu.lanes import PAIRS_PER_THREAD, in_lanes, number_of, table_in_lanes
+from megagraph.attention.cpu.lanes import PAIRS_PER_THREAD, in_lanes, table_in_lanes
 from megagraph.attention.cpu.pair import (
     CHUNK,
     Lists,
@@ -34,7 +34,7 @@ from megagraph.attention.cpu.pair import (
     row_key_of,
 )
 from megagraph.attention.cpu.row import fill, gather, head_keys_of, num_groups, padded, rescale, scatter, up, zeros
-from megagraph.attention.cpu.views import BUCKET, DENSE, PROJECTED, memory, place_of, plane, side_by_side
+from megagraph.attention.cpu.views import DENSE, FORMS, memory, number_of, place_of, plane, side_by_side
 from megagraph.attention.dropout import dropout_threshold
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
@@ -56,7 +56,6 @@ from megagraph.threads import CHUNKS, in_threads
 
 _TOGETHER = 32  # rows, or keys, whose lists are the same: what these name is read once for all of them
 _ROWS_IN_A_SUM = 32  # of the gradient of a table, before it goes into a sum of doubles
-_FORMS = {"bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 
 
 @jit(nogil=True)
@@ -275,7 +274,7 @@ def _bias(step: Step, compute: torch.dtype) -> PairBias:
         table, buckets = masked_table(table), memory(data.contiguous())
     else:
         numbers = memory(data.to(compute).contiguous())
-    return PairBias(_FORMS[step.form], table.shape[1], buckets, numbers, table_in_lanes(table))
+    return PairBias(FORMS[step.form], table.shape[1], buckets, numbers, table_in_lanes(table))
 
 
 def _dropout(step: Step, H: int, M: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -43,7 +43,7 @@ from megagraph.attention.cpu.tile import (
     up,
     up_to,
 )
-from megagraph.attention.cpu.views import Plane, bias_arrays, place_of, plane, side_by_side
+from megagraph.attention.cpu.views import Plane, bias_arrays, number_of, place_of, plane, side_by_side
 from megagraph.attention.dropout import dropout_threshold, row_keys
 from megagraph.attention.step import Gradients, State, Step
 from megagraph.jit import jit
@@ -256,7 +256,7 @@ def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> Pairs:
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     """Fold the visiting keys k, v [B, H, n, D] into the state of q [B, H, M, D], or into its result."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    number = torch.empty(0, dtype=compute).numpy().dtype.type
+    number = number_of(compute)
     (B, H, M, D), tiles = q.shape, _tiles(step)
     out = state.out
     if out is not None:
@@ -282,7 +282,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
 def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) -> None:
     """This step's share of the gradients."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    number = torch.empty(0, dtype=compute).numpy().dtype.type
+    number = number_of(compute)
     (B, H, M, D), tiles, d_learned = q.shape, _tiles(step), gradients.d_learned
     if len(tiles) == 0:
         gradients.of_no_keys()

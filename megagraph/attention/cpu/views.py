@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from megagraph.attention.step import Step
 from megagraph.jit import jit
 
 BUCKET, PROJECTED, DENSE = 1, 2, 3
-_FORMS = {"none": 0, "bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
+FORMS = {"none": 0, "bucket": BUCKET, "projected": PROJECTED, "dense": DENSE}
 
 
 class Plane(NamedTuple):
@@ -52,6 +52,11 @@ class BiasArrays(NamedTuple):
     dense: Plane  # [B, H, M, N]
     mask: np.ndarray  # bool, the memory of [B, M, N], True = masked
     at: Strides
+
+
+def number_of(compute: torch.dtype) -> type[Any]:
+    """NumPy's type of a number."""
+    return torch.empty(0, dtype=compute).numpy().dtype.type
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -118,5 +123,5 @@ def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     if step.bias_mask is not None:
         given = side_by_side(step.bias_mask)
         mask, mask_strides = memory(given), (_stride(given, 0), given.stride(1))
-    at = Strides(_FORMS[step.form], num_learned, *strides, *mask_strides)
+    at = Strides(FORMS[step.form], num_learned, *strides, *mask_strides)
     return BiasArrays(buckets, channels, _memory_of_parameter(learned), dense, mask, at)
