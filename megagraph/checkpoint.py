@@ -206,8 +206,8 @@ class Checkpoints:
             for file_name, (file, size) in opened.items():
                 file.seek(0)
                 with files.replacing(folder / file_name) as copy:
-                    for start in range(0, size, files.CHUNK_BYTES):
-                        copy.write(file.read(min(files.CHUNK_BYTES, size - start)))
+                    for first in range(0, size, files.CHUNK_BYTES):
+                        copy.write(file.read(min(files.CHUNK_BYTES, size - first)))
 
         def look() -> None:
             if not folder.is_dir():

@@ -99,6 +99,7 @@ class CostModel:
         """Read a model.
 
         Raises:
+            FileNotFoundError: there is no such file.
             ValueError: the file is not as it was written, of another schema, or holds a coefficient that is not a
                 number >= 0.
         """

@@ -8,7 +8,7 @@ m sequences, ``rows`` of each on a rank, ``queries`` of these that go through a 
     d, d_ff, h, l              dim, ffn_dim, heads, layers
     t_fwd, t_bwd               layer_terms and attention_terms, times "forward", "backward"
     t_emb, t_proj              embedding_terms, head_terms
-    t_p2p, t_allreduce         seconds.transfer_seconds, all_reduce_terms
+    t_p2p, t_allreduce         Links.boundaries, all_reduce_terms
     c_mlp, c_attn              kept.element, kept.score
 """
 
