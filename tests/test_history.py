@@ -90,7 +90,7 @@ def test_the_command(runs, tmp_path):
         path = path or tmp_path / "x.png"
         assert (done.returncode, done.stdout) == (0, f"{path}\n"), done.stderr
         assert path.read_bytes()[:4] == b"\x89PNG"
-    done = Command("plot", "curves", *runs, "--out", runs[1] / "config.json").finish()
+    done = Command("plot", "curves", *runs, "--out", runs[1] / "checkpoints" / "x.png").finish()
     assert done.returncode == 1 and "is a file of the run; pass another --out" in done.stderr
     done = Command("plot", "curves", tmp_path).finish()
     assert done.returncode == 1 and "must be the folder of a run" in done.stderr and "Traceback" not in done.stderr

@@ -88,11 +88,18 @@ def fit(
     def job() -> None:
         from megagraph.planner.fitting import fit as fit_rows
 
+        _check_other(out, rows)
         cost = fit_rows(read_rows(rows, impl, dtype))
         cost.save(out)
         print(f"{out}: {describe(cost)}")
 
     return Job(job)
+
+
+def _check_other(out: Path, read: tuple[Path, ...]) -> None:
+    """Raise ValueError where a result would take the place of what it is made from."""
+    if out.exists() and any(path.exists() and path.samefile(out) for path in read):
+        raise ValueError(f"out must be another file than those that are read, got {out}")
 
 
 def read_rows(paths: tuple[Path, ...], impl: str | None = None, dtype: Precision | None = None) -> list[dict[str, Any]]:
@@ -179,6 +186,8 @@ def search(cost: tyro.conf.Positional[Path], /, wanted: Annotated[Wanted, tyro.c
     """
 
     def job() -> None:
+        if wanted.out is not None:
+            _check_other(wanted.out, (cost,))
         model, workload, result = run_search(cost, wanted)
         print(table(result))
         if wanted.explain is not None:

@@ -29,6 +29,17 @@ def report(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path = Path(
     return Job(job)
 
 
+def _image(path: Path) -> Path:
+    """The file of a figure, if matplotlib can write it: to a name without a kind it adds one, over whatever is there."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise ValueError(f"out must end in .png, .svg, .pdf or another kind that matplotlib writes, got {path}")
+    if path.is_dir():
+        raise FileExistsError(f"expected a file, or nothing, at {path} to write it, got a folder; name another")
+    return path
+
+
 def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = None, out: Path | None = None) -> Job:
     """Draw what every rank did in the steps that --trace recorded, and say how long its stages waited.
 
@@ -44,7 +55,7 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
         from megagraph.planner.cost import CostModel
         from megagraph.run import Run
 
-        path = run / "timeline.png" if out is None else out
+        path = _image(run / "timeline.png" if out is None else out)
         opened = Run.of(run)
         opened.check_output(path)
         plan, spans = opened.config.parallel_plan(), timeline.read(run / "trace", opened.id)
@@ -91,7 +102,7 @@ def plot_curves(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path | 
 
         if not runs:
             raise ValueError("expected the folder of a run, or several, got none")
-        path = out or (runs[0] / "curves.png" if len(runs) == 1 else Path("curves.png"))
+        path = _image(out or (runs[0] / "curves.png" if len(runs) == 1 else Path("curves.png")))
         opened = [Run.of(run) for run in runs]
         for run in opened:
             run.check_output(path, own="curves.png")
@@ -114,7 +125,7 @@ def plot_bias(run: tyro.conf.Positional[Path], /, *, out: Path | None = None) ->
         from megagraph.run import Run
 
         opened = Run.open(run)
-        path = run / "bias.png" if out is None else out
+        path = _image(run / "bias.png" if out is None else out)
         opened.check_output(path)
         plots.bias_of(opened, path)
         print(path)
@@ -141,7 +152,7 @@ def plot_attention(
         from megagraph.focus import attention_focus
         from megagraph.run import Run
 
-        path = run / "attention.png" if out is None else out
+        path = _image(run / "attention.png" if out is None else out)
         Run.open(run).check_output(path)
         focus = attention_focus(run, **changes.given())
         plots.attention(focus.shares, focus.kinds, path)
@@ -166,6 +177,7 @@ def plot_costmodel(
         from megagraph.planner.cost import CostModel
         from megagraph.planner.rows import check_rows
 
+        _image(out)
         plots.costmodel(CostModel.load(cost), check_rows(read_rows(rows)), out)
         print(out)
 
@@ -192,6 +204,7 @@ def plot_pareto(
     def job() -> None:
         from megagraph.planner import plots
 
+        _image(out)
         _, _, result = run_search(cost, Wanted(world_size=world_size, memory_gib=memory_gib))
         plots.pareto(result, out)
         print(out)
@@ -215,6 +228,7 @@ def plot_scaling(
         from megagraph.planner.cluster import Cluster
         from megagraph.planner.scaling import default_sizes, scaling
 
+        _image(out)
         given = Cluster.load(cluster)
         points, first = [], dict[str, float]()
         for point in scaling(given, world_sizes or default_sizes(given)):
@@ -247,6 +261,7 @@ def plot_stages(
         from megagraph.planner import plots
         from megagraph.planner.cost import CostModel
 
+        _image(out)
         fitted = CostModel.load(cost)
         model, workload = fitted.profiled()
         plots.stages(fitted, model, Plan.load(plan), workload, out)
