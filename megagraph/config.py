@@ -247,6 +247,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.resume == AUTO and self.out is None:
             raise ValueError("--resume auto needs --out, the folder of the run to begin or to go on with")
+        if self.resume not in (None, AUTO) and self.out is not None and self.out.resolve() != self.resume.resolve():
+            raise ValueError(f"out must be the folder that --resume names, {self.resume}, got {self.out}; leave it out")
         if self.resume_step is not None and (self.resume is None or self.resume_step < 0):
             raise ValueError(f"resume_step is a step of the run that --resume names, got {self.resume_step}")
         _ = self.limit_seconds
@@ -344,11 +346,7 @@ class TrainConfig:
         return replace(
             self,
             plan=f"{plan.pp},{plan.cp},{plan.dp}",
-            pp=None,
-            cp=None,
-            dp=None,
-            memory_gib=None,
-            any_fit=False,
+            **{name: getattr(TrainConfig, name) for name in SEARCH_FIELDS},
             comm=plan.comm,
             shares=",".join(map(str, plan.shares)) or None,
             stage_layers=",".join(map(str, plan.layers)) or None,
@@ -434,9 +432,10 @@ class TrainConfig:
                 continue
             longer = name in ("epochs", "max_steps") and (value is None or (before is not None and value > before))
             if not longer and not (name == "learning_rate" and value < before):
+                free = [free for free in FREE_FIELDS if free not in ("resume", "resume_step", "out")]
                 raise ValueError(
                     f"{name} of a resumed run must stay {before!r}, got {value!r}; "
-                    f"only {', '.join(FREE_FIELDS)} may change, epochs and max_steps may grow, learning_rate may fall"
+                    f"only {', '.join(free)} may change, epochs and max_steps may grow, learning_rate may fall"
                 )
             changes[name] = (before, value)
         return changes

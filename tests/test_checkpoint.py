@@ -372,7 +372,7 @@ def no_checkpoints(run):
 BAD_RESUMES = {
     "no run": (lambda run: shutil.rmtree(run), dict(), FileNotFoundError, "to resume, but it holds no config.json"),
     "no checkpoint": (no_checkpoints, dict(), FileNotFoundError, "holds no checkpoint to go on from$"),
-    "seed": (None, dict(seed=1), ValueError, "seed of a resumed run must stay 0, got 1; only root, resume, .* may ch"),
+    "seed": (None, dict(seed=1), ValueError, "seed of a resumed run must stay 0, got 1; only root, device, .* may ch"),
     "layers": (None, dict(layers=2), ValueError, "layers of a resumed run must stay 3, got 2"),
     "epochs": (None, dict(epochs=2), ValueError, "epochs of a resumed run must stay 3, got 2"),
     "dtype": (None, dict(dtype="fp32"), ValueError, "dtype of a resumed run must stay 'fp64', got 'fp32'"),

@@ -153,7 +153,26 @@ def test_the_configuration_of_a_run_starts_another(call, tmp_path):
     assert said.code == 1 and "which has changed since or is damaged" in said.err
 
 
+def test_the_command_with_a_file_and_resume_auto_begins_a_run_and_goes_on_with_it(call, tmp_path):
+    Path("run.toml").write_text('epochs = 7\nout = "run"\nplan = "2,1,1"\nmicrobatches = 2')
+    words = ("--config", "run.toml", "--resume", "auto")
+    begun = call(*words)
+    assert begun == mg.TrainConfig(epochs=7, out="run", resume="auto", plan="2,1,1", microbatches=2)
+    begun = replace(begun, seed=3, stage_layers="1,3")
+    run, _ = Run.enter(begun)
+    run.write_config(begun)
+    run._lock.release()
+    assert call(*words) == replace(begun, stage_layers=None)  # what neither flags nor file say the run does
+    assert call(*words, "--out", "other") == mg.TrainConfig(
+        epochs=7, out="other", resume="auto", plan="2,1,1", microbatches=2
+    )
+    Path("run.toml").write_text("seed = 4")  # which training refuses
+    assert call(*words, "--out", "run", "--epochs", 8) == replace(begun, seed=4, epochs=8)
+
+
 BAD = {
+    "resume": ('resume = "auto"', "", r"resume is a flag of the command line, got it in run.toml; take it away there"),
+    "resume step": ("resume-step = 3", "", r"resume_step is a flag of the command line, got it in run.toml"),
     "beside --resume": ("epochs = 3", "--resume x", r"a resumed run has its own configuration, got --config run.toml"),
     "no value": ("", "--config", r"Missing value for argument '--config'"),
     "missing": (None, "--config x", r"expected flags, got x, which does not exist; name another"),

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import tyro
@@ -110,23 +111,26 @@ def evaluate(
 
 
 def _defaults() -> Any:
-    """Of the flags of train: those of --config, or with --resume those of the run, but for its layout where another
-    --plan is given."""
+    """Of the flags of train: those of the run that --resume names, but for its layout where another --plan is given,
+    and over them those of --config."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
     for flag, kind in {"resume": Path, "out": Path, "plan": str, "config": Path}.items():
         parser.add_argument(f"--{flag}", type=kind, nargs="?")  # where a value is missing tyro says so
     given, _ = parser.parse_known_args()
-    folder = given.out if given.resume == AUTO else given.resume
-    if given.config is not None:
-        if given.resume is not None:
-            raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
-        return read_config(given.config, new_plan=given.plan is not None)
-    if folder is None or (given.resume == AUTO and not (folder / "config.json").is_file()):
-        return TrainConfig()
-    from megagraph.run import Run
+    if given.config is not None and given.resume not in (None, AUTO):
+        raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
+    values = {} if given.config is None else read_config(given.config, new_plan=given.plan is not None)
+    folder = given.resume
+    if folder == AUTO:
+        folder = values.get("out") if given.out is None else given.out
+    defaults = TrainConfig()
+    if folder is not None and (given.resume != AUTO or (folder / "config.json").is_file()):
+        from megagraph.run import Run
 
-    return replace(Run.to_resume(folder, new_plan=given.plan is not None), resume=given.resume)
+        new_plan = given.plan is not None or "plan" in values
+        defaults = replace(Run.to_resume(folder, new_plan=new_plan), resume=given.resume)
+    return SimpleNamespace(**vars(defaults) | values)
 
 
 class _ToStderr(logging.Handler):

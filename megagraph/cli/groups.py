@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
 import docstring_parser
@@ -125,9 +124,9 @@ def flags_of_a_run(defaults: Any, *, usual: bool) -> Any:
     return make_dataclass("Flags", whole, frozen=True, kw_only=True)(**groups)
 
 
-def read_config(path: Path, *, new_plan: bool = False) -> Any:
-    """The flags in a TOML file of their names, or in the config.json of a run, each an attribute; whether they go
-    together is seen once those of the command line have taken the place of some.
+def read_config(path: Path, *, new_plan: bool = False) -> dict[str, Any]:
+    """The flags in a TOML file of their names, or in the config.json of a run; whether they go together is seen once
+    those of the command line have taken the place of some.
 
     Args:
         new_plan: another plan will be put in, so the layout of a run is not taken over.
@@ -143,13 +142,13 @@ def read_config(path: Path, *, new_plan: bool = False) -> Any:
     else:
         given = _read_toml(path)
     hints = get_type_hints(TrainConfig)
-    values = {own.name: own.default for own in fields(TrainConfig)}
+    known = [own.name for own in fields(TrainConfig)]
     for name, value in given.items():
-        if name not in values:
-            said = meant(name, values) or "; megagraph train --help-all lists them"
+        if name not in known:
+            said = meant(name, known) or "; megagraph train --help-all lists them"
             raise ValueError(f"expected names of flags in {path}, got {name!r}{said}")
-        values[name] = files.of_type(hints[name], value, f"flags in {path}", name)
-    return SimpleNamespace(**values)
+        given[name] = files.of_type(hints[name], value, f"flags in {path}", name)
+    return given
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -162,6 +161,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"expected TOML such as epochs = 20 in {path}: {error}") from error
     given = {name.replace("-", "_"): value for name, value in values.items()}
+    if at := [name for name in ("resume", "resume_step") if name in given]:
+        raise ValueError(f"{at[0]} is a flag of the command line, got it in {path}; take it away there")
     if len(given) < len(values):
         raise ValueError(f"expected each flag once in {path}, got one with - and with _: {', '.join(values)}")
     return given
