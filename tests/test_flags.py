@@ -13,7 +13,7 @@ import pytest
 import megagraph as mg
 from bench.provenance import RESULTS, ROOT, rows_of
 from megagraph.__main__ import main
-from megagraph.cli.groups import GROUPS
+from megagraph.cli.groups import GROUPS, unknown
 from megagraph.data.options import BatchOptions
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Plan
@@ -206,6 +206,12 @@ def test_what_a_file_must_not_hold_is_one_message(call, case):
     said = call(*(() if words.startswith("--config") else ("--config", "run.toml")), *words.split())
     assert said.code == 1 and re.search(message, said.err), said
     assert said.err.startswith("megagraph: error: ") and len(said.err.splitlines()) <= 10 and not said.out
+
+
+def test_commands_on_two_lines_of_a_box_are_all_named():
+    said = "│ Unrecognized options: reprot, r0 │\n│ Available subcommands: train, plot, │\n│ report, data │\n│ ──── │"
+    expected = "expected one of the commands train, plot, report, data, got 'reprot'; did you mean report?"
+    assert unknown(["reprot", "r0"], said) == expected
 
 
 @pytest.mark.parametrize(

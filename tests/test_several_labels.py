@@ -140,7 +140,7 @@ def test_weights_and_numbers_to_predict_are_refused_and_nothing_is_written(folde
         (["--edges", "edges.csv", "--label", "x0", "x1"], r"\(regression\) are not supported, cut them into classes"),
         (
             ["--edges", "edges.csv", "--label", "wet", "--label", "cold"],
-            "expected --label once, with all of its columns",
+            "expected --label once, with all of its values",
         ),
         (["--edges", "edges.csv", "--label", "x0"], "regression is not supported; cut them into classes"),
     ):

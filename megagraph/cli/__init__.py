@@ -22,7 +22,7 @@ import tyro
 
 from megagraph import __version__
 from megagraph.cli.data import data
-from megagraph.cli.groups import flags_of_a_run, in_groups, read_config, unknown
+from megagraph.cli.groups import check_once, flags_of_a_run, in_groups, read_config, unknown
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot, report
@@ -162,6 +162,7 @@ def _parse() -> Job:
     """What the command line asks for; bad flags are a ValueError that says what tyro says."""
     said = io.StringIO()
     words = _take_log_level(sys.argv[1:])
+    check_once(words)
     run_flags = flags_of_a_run(_defaults(), usual=bool({"-h", "--help"} & {*words}))
     commands: dict[str, Callable[..., Job]] = {
         "train": in_groups(train, run_flags),

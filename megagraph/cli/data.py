@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,9 +40,6 @@ def import_data(
     """
     if dataset is not None and (tables != _NO_TABLES or like is not None):
         raise ValueError(f"expected a data set or tables, got {dataset} and flags of tables")
-    for flag in ("--label", "--drop"):  # the last one alone would count, and columns of the others be features
-        if sum(word.split("=")[0] == flag for word in sys.argv) > 1:
-            raise ValueError(f"expected {flag} once, with all of its columns after it, as in {flag} a b; got it again")
 
     def job() -> None:
         from megagraph.data.datasets import load_graph

@@ -168,6 +168,17 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return given
 
 
+_LISTS = ("--label", "--drop", "--ablate", "--rows", "--world-sizes")  # flags with several values
+
+
+def check_once(words: list[str]) -> None:
+    """Raise ValueError for a list that is given in parts, of which tyro would take the last one alone."""
+    given = [word.partition("=")[0].replace("_", "-") for word in words]
+    for flag in _LISTS:
+        if given.count(flag) > 1:
+            raise ValueError(f"expected {flag} once, with all of its values after it, as in {flag} a b; got it again")
+
+
 _OTHER_NAMES = {"lr": "learning_rate", "hidden_dim": "dim", "num_layers": "layers", "num_heads": "heads"}
 
 
@@ -182,7 +193,7 @@ def unknown(words: list[str], said: str) -> str | None:
     wrong = re.search(r"Unrecognized options: ([^\s,]+)", said)
     if wrong is None:
         return None
-    word, there = wrong[1], re.search(r"Available subcommands:([\w,\s]+)", said)
+    word, there = wrong[1], re.search(r"Available subcommands:([\w,\s│]+)", said)
     if there is not None:
         commands = re.findall(r"\w+", there[1])
         return f"expected one of the commands {', '.join(commands)}, got {word!r}{meant(word, commands)}"
