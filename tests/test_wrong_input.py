@@ -75,6 +75,7 @@ CASES = [
     (None, "data generate --nodes 0 --edges 0 --features 0 --classes 0 --out new", r"expected classes >= 2, nodes"),
     # graphs
     (None, "train --dataset Coraa --root .", r"expected one of synthetic, .*got 'Coraa'; did you mean 'cora'\?"),
+    (lambda: Path("store").rename("synthetic"), "train --dataset synthetic", r"is both: ./synthetic is the folder"),
     (None, "train --dataset Store", r"or a store folder, got 'Store' \(did you mean store\?\)"),
     (None, "train --dataset graf.npz", r"expected an .npz file, got graf.npz, .*\(did you mean graph.npz\?\)"),
     (None, "train --dataset cora", r"expected a folder for cora, got none; name it with --root"),

@@ -114,6 +114,11 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
         FileNotFoundError, ValueError: no such data, or some that is damaged; names the file.
         OSError, ImportError: it cannot be read, or not without another package.
     """
+    if dataset in ("synthetic", *_SOURCES) and (Path(dataset) / "header.json").is_file():
+        raise ValueError(
+            f"expected a data set or a store, got {dataset}, which is both: ./{dataset} is the folder; for the data set "
+            "call the folder otherwise"
+        )
     if dataset == "synthetic":
         return synthetic_graph(seed=seed)
     if dataset.endswith(".npz"):
