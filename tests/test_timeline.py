@@ -154,14 +154,21 @@ def test_a_traced_run_has_all_spans_and_a_picture(tmp_path, capsys):
     assert max(s.start for s in steps) < min(s.stop for s in steps), "the clocks of the ranks differ"
     cost = cost_model({"forward": {"layer.call": 0.002}, "backward": {"layer.call": 0.01}})
     model = replace(cost.model, layers=2, dim=16, ffn_dim=16, heads=2)
-    replace(cost, model=model).save(tmp_path / "cost.json")
+    cost = replace(cost, model=model, workload=replace(cost.workload, num_nodes=15))  # of 4 sequences
+    cost.save(tmp_path / "cost.json")
     plot_timeline(run, cost=tmp_path / "cost.json").run()
     said = capsys.readouterr().out
-    assert re.search(r"a step of 4 sequences: [\d.]+ s, predicted 0.036 s", said)  # 12 ms a layer; 3 in a row
+    assert re.search(r"a step of 64 sequences: [\d.]+ s, predicted 0.036 s", said)  # 12 ms a layer; 3 in a row
     assert re.search(r"measured [\d.]+%, predicted 33.3%, in theory 33.3%", said)
-    replace(cost, model=replace(model, layers=4)).save(tmp_path / "cost.json")
-    with pytest.raises(ValueError, match=r"cost.json was fitted for layers = 4, and .*run has 2; profile it anew"):
-        plot_timeline(run, cost=tmp_path / "cost.json").run()
+    for other, said in (
+        ({"model": replace(model, layers=4)}, "layers = 4, and .*run has 2"),
+        ({"workload": replace(cost.workload, dtype="bf16")}, "dtype = bf16, and .*run has fp32"),
+        ({"workload": replace(cost.workload, num_nodes=16)}, "nodes of a sequence = 16, and .*run has 15"),
+        ({"workload": replace(cost.workload, pairs=9)}, "full batches = True, and .*run has False"),
+    ):
+        replace(cost, **other).save(tmp_path / "cost.json")
+        with pytest.raises(ValueError, match=rf"cost.json was fitted for {said}; profile it anew"):
+            plot_timeline(run, cost=tmp_path / "cost.json").run()
     (run / "trace" / "rank-3.json.gz").unlink()
     with pytest.raises(ValueError, match=r"expected traces of the ranks 0\.\.3 in .*, got \[0, 1, 2\]"):
         plot_timeline(run).run()

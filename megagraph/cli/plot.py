@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import Wanted, read_rows, run_search
 from megagraph.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from megagraph.models.config import ModelConfig
+    from megagraph.planner.cost import CostModel
+    from megagraph.planner.workload import Workload
+    from megagraph.run import Run
 
 
 def report(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path = Path("report.html")) -> Job:
@@ -30,7 +37,7 @@ def report(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path = Path(
 
 
 def _image(path: Path) -> Path:
-    """The file of a figure, if matplotlib can write it: to a name without a kind it adds one, over whatever is there."""
+    """The file of a figure, of a kind that matplotlib knows: to other names it adds one, and writes over what is there."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
@@ -64,10 +71,7 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
         predicted = None
         if cost is not None:
             fitted = CostModel.load(cost)
-            model, workload = fitted.profiled()
-            for name in ("layers", "dim", "ffn_dim", "heads"):
-                if (profiled := getattr(model, name)) != (own := getattr(opened.config, name)):
-                    raise ValueError(f"{cost} was fitted for {name} = {profiled}, and {run} has {own}; profile it anew")
+            model, workload = _workload_of(opened, fitted, cost)
             predicted = on_paper.spans(fitted, model, plan, workload)
         plots.timeline(spans, path, predicted)
         print(path)
@@ -85,6 +89,28 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
             )
 
     return Job(job)
+
+
+def _workload_of(run: Run, fitted: CostModel, path: Path) -> tuple[ModelConfig, Workload]:
+    """The profile's, with as many sequences as a step of the run; ValueError unless they are the run's."""
+    from megagraph.history import graph_of
+
+    config, facts = run.config, graph_of(run)
+    model, workload = fitted.profiled()
+    sizes = ("layers", "dim", "ffn_dim", "heads")
+    own = {name: getattr(config, name) for name in (*sizes, "model", "dtype")}
+    own["full batches"] = config.batching == "full"
+    if facts is not None and config.partitions == 1:  # nobody has noted how large a part of a graph is
+        nodes = {"ego": 1 + config.sample_nodes, "cluster": min(config.sequence_nodes, facts.nodes)}
+        own["nodes of a sequence"] = nodes.get(config.batching, facts.nodes)
+    profiled = {name: getattr(model, name) for name in sizes} | {"model": workload.model, "dtype": workload.dtype}
+    profiled |= {"full batches": workload.pairs > 0, "nodes of a sequence": workload.num_nodes}
+    for name, value in own.items():
+        if profiled[name] != value:
+            raise ValueError(
+                f"{path} was fitted for {name} = {profiled[name]}, and {run.folder} has {value}; profile it anew"
+            )
+    return model, replace(workload, batch_sequences=config.batch_sequences)
 
 
 def plot_curves(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path | None = None) -> Job:

@@ -116,8 +116,8 @@ def load_graph(dataset: str, root: Path | None, seed: int = 0) -> Graph:
     """
     if dataset in ("synthetic", *_SOURCES) and (Path(dataset) / "header.json").is_file():
         raise ValueError(
-            f"expected a data set or a store, got {dataset}, which is both: ./{dataset} is the folder; for the data set "
-            "call the folder otherwise"
+            f"expected a data set or a store, got {dataset}, which is both: ./{dataset} is the folder; for the data "
+            "set call the folder otherwise"
         )
     if dataset == "synthetic":
         return synthetic_graph(seed=seed)
