@@ -144,7 +144,7 @@ class TrainConfig:
     evaluate_every: int = 1
     """Epochs from one evaluation to the next; the last epoch is evaluated anyway."""
     patience: int | None = None
-    """Stop after so many epochs in a row without a better one on the validation nodes."""
+    """Stop after so many epochs in a row without a better one on the validation nodes; 0: never."""
     max_steps: int | None = None
     """Stop after this many steps, whatever the epochs say."""
     learning_rate: float = 5e-4
@@ -236,15 +236,17 @@ class TrainConfig:
             raise ValueError(f"warmup must be in [0, 1), got {self.warmup}")
         if self.model == "graphormer" and self.bias == "projected":
             raise ValueError("bias must be bucket or auto for model graphormer, got projected")
-        for name in ("degree_input", "label_input"):
+        for name in ("degree_input", "label_input", "propagate"):
             if getattr(self, name) and self.embedding == "learned":
                 raise ValueError(f"{name} needs embedding features, got learned")
         for name in ("clip_norm", "timeout"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("max_steps", "patience"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, low in {"max_steps": 1, "patience": 0}.items():
+            if (value := getattr(self, name)) is not None and value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value}")
+        if self.patience == 0:
+            object.__setattr__(self, "patience", None)
         if self.resume == AUTO and self.out is None:
             raise ValueError("--resume auto needs --out, the folder of the run to begin or to go on with")
         if self.resume not in (None, AUTO) and self.out is not None and self.out.resolve() != self.resume.resolve():

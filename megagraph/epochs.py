@@ -376,7 +376,7 @@ class Epochs:
         if self.run_folder.writes:
             log.info(
                 f"epoch {self.epoch:3d}  loss {np.mean(losses) if losses else np.nan:.4f}  "
-                f"validation {self._score(line):.4f}  test {self._score(line, 'test'):.4f}"
+                f"validation {self.metric} {self._score(line):.4f}  test {self._score(line, 'test'):.4f}"
             )
         if all(self._score(line) > self._score(before) for before in self.history):
             phase("save")

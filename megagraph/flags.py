@@ -1,4 +1,4 @@
-"""Values of flags: times, lists of numbers, devices, and how much of them an error shows."""
+"""Values of flags: times, lists of numbers, devices, and how much of them an error shows; and sizes in words."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ def integers(name: str, text: str, expected: str, count: int) -> tuple[int, ...]
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Which of the known ones a name may mean that is none of them."""
     return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1)), None)
+
+
+def gib(size: float) -> str:
+    """Bytes in words: GiB, and below a tenth of one MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def short(value: Any) -> str:

@@ -15,6 +15,7 @@ from jinja2 import Environment
 import megagraph
 from megagraph import files, plots, timeline
 from megagraph.config import TrainConfig
+from megagraph.flags import gib
 from megagraph.history import GraphFacts, History, graph_of, model_of, names_of
 from megagraph.objective import METRICS
 from megagraph.planner.plan import Plan
@@ -135,13 +136,13 @@ def _costs(summary: Summary | None) -> list[tuple[str, str, str]]:
         value = getattr(summary, name, None)
         return _NONE if value is None else f"{value:.3g} s"
 
-    def gib(name: str) -> str:
+    def size(name: str) -> str:
         value = getattr(summary, name, None)
-        return _NONE if value is None else f"{value / 2**30:.2f} GiB"
+        return _NONE if value is None else gib(value)
 
     return [
         ("a step", seconds("predicted_step_seconds"), seconds("measured_step_seconds")),
-        ("memory of a process", gib("predicted_memory_bytes"), gib("peak_memory_bytes")),
+        ("memory of a process", size("predicted_memory_bytes"), size("peak_memory_bytes")),
         ("an epoch, training", _NONE, seconds("epoch_seconds")),
         ("an epoch, evaluation", _NONE, seconds("evaluation_seconds")),
         ("preparation", _NONE, seconds("preprocess_seconds")),

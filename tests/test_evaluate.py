@@ -38,7 +38,8 @@ def test_roc_auc_is_of_the_nodes_asked_for_and_of_two_classes():
     assert roc_auc(np.ones((3, 3), np.float32), labels, np.arange(3)) is None
 
 
-def test_the_metric_chooses_the_best_epoch(tmp_path):
+def test_the_metric_chooses_the_best_epoch(tmp_path, caplog):
+    caplog.set_level("INFO", "megagraph")
     graph = synthetic_graph(num_nodes=300, num_classes=2, in_features=8, seed=2)
     summaries = {}
     for metric in ("accuracy", "roc_auc"):
@@ -47,6 +48,7 @@ def test_the_metric_chooses_the_best_epoch(tmp_path):
         lines = [json.loads(line) for line in (tmp_path / metric / "metrics.jsonl").read_text().splitlines()]
         best = max((line for line in lines if "epoch" in line), key=lambda line: line[f"val_{metric}"])
         assert summary.best_epoch == best["epoch"]
+        assert f"validation {metric} {best[f'val_{metric}']:.4f}  test" in caplog.text
         assert summary.test_roc_auc == best["test_roc_auc"] and summary.test_accuracy == best["test_accuracy"]
         assert summary.best_val_roc_auc == best["val_roc_auc"] > 0.5
     assert summaries["accuracy"].best_epoch != summaries["roc_auc"].best_epoch  # else this test sees nothing

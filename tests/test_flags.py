@@ -101,6 +101,8 @@ def test_a_file_gives_what_its_flags_give_and_those_of_the_command_line_win(call
     assert call("--config", "run.toml") == call("--config=run.toml") == expected
     changed = call("--epochs", 9, "--config", "run.toml", "--no-shard", "--time-limit", "4h")
     assert changed == replace(expected, epochs=9, shard=False, time_limit="4h")
+    Path("run.toml").write_text("patience = 3")
+    assert call("--config", "run.toml", "--patience", 0) == mg.TrainConfig()
     Path("empty.toml").write_text("")
     assert call("--config", "empty.toml") == mg.TrainConfig()
 

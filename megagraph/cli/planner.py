@@ -251,7 +251,7 @@ def table(result: SearchResult, count: int = 10) -> str:
 
 
 def _line(name: str, candidate: Candidate) -> str:
-    from megagraph.planner.split import gib
+    from megagraph.flags import gib
 
     seconds = f"{candidate.step_seconds:.4g}" if candidate.exact else f">= {candidate.step_seconds:.4g}"
     return f"{name:>10} {seconds:>9} s {gib(candidate.peak_bytes):>10}  {candidate.plan}"
@@ -259,7 +259,7 @@ def _line(name: str, candidate: Candidate) -> str:
 
 def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
     """Every term of the best candidate with these degrees."""
-    from megagraph.planner.split import gib
+    from megagraph.flags import gib
 
     matching = [c for c in result.candidates if f"{c.plan.pp},{c.plan.cp},{c.plan.dp}" == degrees]
     if not matching:

@@ -37,7 +37,7 @@ def report(runs: tyro.conf.Positional[tuple[Path, ...]], /, *, out: Path = Path(
 
 
 def _image(path: Path) -> Path:
-    """The file of a figure, of a kind that matplotlib knows: to other names it adds one, and writes over what is there."""
+    """The file of a figure, of a kind that matplotlib knows; to others it adds one, and writes over what is there."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():

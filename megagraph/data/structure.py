@@ -16,6 +16,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.options import BatchOptions, Scope
+from megagraph.flags import gib
 from megagraph.threads import in_threads
 
 PADDING = 255  # the bucket that masks a pair
@@ -136,10 +137,10 @@ class AdjacencyPowers:
         return powers
 
     def __str__(self) -> str:
-        gib = f"{self.bytes / 2**30:.2f} GiB"
+        size = gib(self.bytes)
         if self.scope == "graph":
-            return f"bias from powers 1 to {self.num_powers} of the graph's adjacency, {gib}"
-        why = f": the graph's would take {gib}, see --power-gib" if self.bytes else ""
+            return f"bias from powers 1 to {self.num_powers} of the graph's adjacency, {size}"
+        why = f": the graph's would take {size}, see --power-gib" if self.bytes else ""
         return f"bias from powers 1 to {self.num_powers} of the adjacency within each sequence{why}"
 
     def _within(self, nodes: np.ndarray) -> tuple[sp.csr_array, np.ndarray]:

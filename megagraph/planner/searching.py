@@ -16,13 +16,14 @@ from typing import Any, get_args
 
 import numpy as np
 
+from megagraph.flags import gib
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
 from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_totals
 from megagraph.planner.plan import Across, Plan
 from megagraph.planner.shapes import shapes
-from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, gib, lightest_split, moves
+from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, lightest_split, moves
 from megagraph.planner.terms import stage_parameters
 from megagraph.planner.workload import RankWork, Workload
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megagraph.flags import gib
 from megagraph.planner.plan import Plan
 
 StageCost = Callable[[int, int, int], float]
@@ -274,7 +275,3 @@ def lightest_split(memory: Floats) -> tuple[int, ...]:
     counts = levels[level]
     counts[np.flatnonzero(counts == level)[: counts.sum() - num_layers]] -= 1
     return tuple(counts.tolist())
-
-
-def gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"

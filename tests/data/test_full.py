@@ -552,7 +552,7 @@ BAD = {
     "hops": (dict(hops=0), "hops must be at least 1"),
     "top": (dict(top=-1), "top must be at least 0"),
     "propagate": (dict(propagate=-1), "propagate must be at least 0"),
-    "patience": (dict(patience=0), "patience must be at least 1"),
+    "patience": (dict(patience=-1), "patience must be at least 0"),
     "evaluate_every": (dict(evaluate_every=0), "evaluate_every must be at least 1"),
     "no partition": (dict(partitions=0), "partitions must be at least 1"),
     "partitions of nobody": (dict(partitions=241), "partitions must be at most 240, the nodes, got 241"),
@@ -564,6 +564,7 @@ BAD = {
         "convolution needs batching full, got ego",
     ),
     "degrees beside vectors": (dict(embedding="learned", degree_input=True), "degree_input needs embedding features"),
+    "averages beside vectors": (dict(embedding="learned", propagate=2), "propagate needs embedding features"),
     "labels beside vectors": (dict(embedding="learned", label_input=0.5), "label_input needs embedding features"),
 }
 

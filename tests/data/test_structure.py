@@ -233,11 +233,11 @@ def test_auto_scope_follows_the_size_of_what_is_kept():
     for adjacency in (graph, normalized):
         powers = AdjacencyPowers(adjacency, 3, "auto", kept)
         assert (powers.scope, powers.bytes) == ("graph", kept)
-        assert str(powers) == "bias from powers 1 to 3 of the graph's adjacency, 0.00 GiB"
+        assert str(powers) == f"bias from powers 1 to 3 of the graph's adjacency, {kept / 2**20:.2f} MiB"
         for most in (kept - 1, kept // 5, 10):  # counted, estimated, less than the graph itself
             powers = AdjacencyPowers(adjacency, 3, "auto", most)
             assert powers.scope == "batch" and most < powers.bytes <= 1.5 * kept
-            assert str(powers).endswith("within each sequence: the graph's would take 0.00 GiB, see --power-gib")
+            assert str(powers).endswith(" MiB, see --power-gib")
         with pytest.raises(ValueError, match=r"GiB, got 1 to 2, which take .* GiB for 3 channels; raise --power-gib"):
             AdjacencyPowers(adjacency, 3, "graph", kept - 1)
 

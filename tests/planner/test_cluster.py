@@ -138,7 +138,7 @@ def test_scaling(folder, monkeypatch, capsys):
 
 def test_what_does_not_fit_is_said(folder):
     points = list(scaling(cluster(folder, nodes=[KIND | {"memory_gib": 1e-3}]), [4]))
-    assert all(point.best.startswith("no plan of 4 processes fits 0.00 GiB") for point in points)
+    assert all(point.best.startswith("no plan of 4 processes fits 1.02 MiB") for point in points)
     assert not any(point.terms or point.throughput for point in points)
 
 

@@ -223,7 +223,7 @@ def test_a_search_that_finds_nothing_ends_with_one_line(rows, tmp_path, monkeypa
     run(monkeypatch, "fit", rows, "--out", cost)
     with pytest.raises(SystemExit):
         run(monkeypatch, "search", cost, "--world-size", 4, "--memory-gib", 0.005)
-    assert re.match(r"megagraph: error: no plan of 4 processes fits 0.01 GiB.*the lightest", capsys.readouterr().err)
+    assert re.match(r"megagraph: error: no plan of 4 processes fits 5.12 MiB.*the lightest", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: str(path.relative_to(RESULTS)))
