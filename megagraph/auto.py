@@ -139,9 +139,7 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
     best = on_rank_zero(find)
     plan = best.plan
     if rank() == 0:
-        log.info(
-            f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {gib(best.peak_bytes)} a process"
-        )
+        log.info(f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {gib(best.peak_bytes)} a process")
         for what in best.extrapolated:
             log.info(f"  extrapolated: {what}")
     return best

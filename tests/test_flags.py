@@ -214,6 +214,8 @@ def test_commands_on_two_lines_of_a_box_are_all_named():
     said = "│ Unrecognized options: reprot, r0 │\n│ Available subcommands: train, plot, │\n│ report, data │\n│ ──── │"
     expected = "expected one of the commands train, plot, report, data, got 'reprot'; did you mean report?"
     assert unknown(["reprot", "r0"], said) == expected
+    said = "│ Unrecognized options: --output │\n│ ──── │\n│ Perhaps you meant: │\n│     --out PATH │"
+    assert unknown(["fit"], said) == "expected flags of megagraph fit, got --output; did you mean --out?"
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,16 @@ def evaluate(
     return Job(job)
 
 
-def _defaults() -> Any:
+def _defaults(words: list[str]) -> Any:
     """Of the flags of train: those of the run that --resume names, but for its layout where another --plan is given,
     and over them those of --config."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
     for flag, kind in {"resume": Path, "out": Path, "plan": str, "config": Path}.items():
         parser.add_argument(f"--{flag}", type=kind, nargs="?")  # where a value is missing tyro says so
-    given, _ = parser.parse_known_args()
+    given, _ = parser.parse_known_args(words)
+    if words[:1] not in (["train"], ["profile"]):
+        return TrainConfig()
     if given.config is not None and given.resume not in (None, AUTO):
         raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
     values = {} if given.config is None else read_config(given.config, new_plan=given.plan is not None)
@@ -163,7 +165,7 @@ def _parse() -> Job:
     said = io.StringIO()
     words = _take_log_level(sys.argv[1:])
     check_once(words)
-    run_flags = flags_of_a_run(_defaults(), usual=bool({"-h", "--help"} & {*words}))
+    run_flags = flags_of_a_run(_defaults(words), usual=bool({"-h", "--help"} & {*words}))
     commands: dict[str, Callable[..., Job]] = {
         "train": in_groups(train, run_flags),
         "predict": predict,

@@ -190,10 +190,11 @@ def meant(name: str, known: Iterable[str]) -> str:
 
 def unknown(words: list[str], said: str) -> str | None:
     """In place of what tyro says of a command or a flag that there is not: what there is, and which is meant."""
-    wrong = re.search(r"Unrecognized options: ([^\s,]+)", said)
+    said = said.replace("│", " ")  # of the box
+    wrong = re.search(r"Unrecognized (?:or misplaced )?options:\s+([^\s,]+)", said)
     if wrong is None:
         return None
-    word, there = wrong[1], re.search(r"Available subcommands:([\w,\s│]+)", said)
+    word, there = wrong[1], re.search(r"Available subcommands:([\w,\s]+)", said)
     if there is not None:
         commands = re.findall(r"\w+", there[1])
         return f"expected one of the commands {', '.join(commands)}, got {word!r}{meant(word, commands)}"
@@ -205,4 +206,5 @@ def unknown(words: list[str], said: str) -> str | None:
     else:  # tyro's suggestions are good where flags are few
         near = re.search(r"Perhaps you meant:\s+(--[\w-]+)", said)
         found = "" if near is None else f"; did you mean {near[1]}?"
+        found = "; other commands have it" if near is not None and near[1] == word else found
     return f"expected flags of megagraph {command}, got {word}{found or '; --help lists them'}"

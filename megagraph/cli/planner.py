@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from megagraph import flags
 from megagraph.cli.job import Job
 from megagraph.config import TrainConfig
 from megagraph.planner.plan import ScheduleName
@@ -194,7 +196,7 @@ def search(cost: tyro.conf.Positional[Path], /, wanted: Annotated[Wanted, tyro.c
             print(explanation(model, workload, result, wanted.explain))
         if wanted.out is not None:
             result.best.plan.save(wanted.out)
-            print(wanted.out)
+            print(f"{wanted.out}: {result.best.plan}")
 
     return Job(job)
 
@@ -209,6 +211,8 @@ def run_search(path: Path, wanted: Wanted) -> tuple[CostModel, Workload, SearchR
     from megagraph.planner.cost import CostModel
     from megagraph.planner.searching import search as search_plans
 
+    if wanted.memory_gib is not None and not wanted.memory_gib > 0:
+        raise ValueError(f"memory_gib must be above 0, got {wanted.memory_gib}")
     limits: float | list[float]
     if is_cluster(path):
         cluster = Cluster.load(path)
@@ -220,6 +224,8 @@ def run_search(path: Path, wanted: Wanted) -> tuple[CostModel, Workload, SearchR
         raise ValueError(f"world_size and memory_gib must be given with a cost model, which is of one device: {path}")
     else:
         cost, world_size, limits = CostModel.load(path), wanted.world_size, wanted.memory_gib * 2**30
+    if wanted.explain is not None:
+        _check_explained(wanted, world_size)
     model, workload = cost.profiled()
     if wanted.batch_sequences is not None:
         if workload.pairs and wanted.batch_sequences > 1:
@@ -237,6 +243,19 @@ def run_search(path: Path, wanted: Wanted) -> tuple[CostModel, Workload, SearchR
     return replace(cost, model=model), workload, result
 
 
+def _check_explained(wanted: Wanted, world_size: int) -> None:
+    """Raise ValueError for degrees that no plan of the search has."""
+    assert wanted.explain is not None
+    degrees = flags.integers("explain", wanted.explain, "pp,cp,dp, three numbers", 3)
+    if math.prod(degrees) != world_size:
+        raise ValueError(
+            f"explain must name pp,cp,dp whose product is {world_size}, the processes, got {wanted.explain}"
+        )
+    for name, degree in zip(("pp", "cp", "dp"), degrees, strict=True):
+        if (fixed := getattr(wanted, name)) not in (None, degree):
+            raise ValueError(f"explain must have {name} = {fixed}, as --{name} says, got {wanted.explain}")
+
+
 def table(result: SearchResult, count: int = 10) -> str:
     """The fastest plans, the front, and why others were not looked at."""
     lines = [f"{'':>10} {'step':>11} {'memory':>10}  plan"]
@@ -251,20 +270,16 @@ def table(result: SearchResult, count: int = 10) -> str:
 
 
 def _line(name: str, candidate: Candidate) -> str:
-    from megagraph.flags import gib
-
     seconds = f"{candidate.step_seconds:.4g}" if candidate.exact else f">= {candidate.step_seconds:.4g}"
-    return f"{name:>10} {seconds:>9} s {gib(candidate.peak_bytes):>10}  {candidate.plan}"
+    return f"{name:>10} {seconds:>9} s {flags.gib(candidate.peak_bytes):>10}  {candidate.plan}"
 
 
 def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
     """Every term of the best candidate with these degrees."""
-    from megagraph.flags import gib
-
-    matching = [c for c in result.candidates if f"{c.plan.pp},{c.plan.cp},{c.plan.dp}" == degrees]
-    if not matching:
-        raise ValueError(f"explain must name pp,cp,dp whose product is the number of processes, got {degrees!r}")
-    candidate = matching[0]
+    asked = flags.integers("explain", degrees, "pp,cp,dp, three numbers", 3)
+    candidate = next((c for c in result.candidates if (c.plan.pp, c.plan.cp, c.plan.dp) == asked), None)
+    if candidate is None:
+        raise ValueError(f"no plan with pp,cp,dp = {degrees} was looked at; fix less of the plan")
     plan, model = candidate.plan, cost.model
     assert model is not None
     lines = [str(plan)]
@@ -272,7 +287,7 @@ def explanation(cost: CostModel, workload: Workload, result: SearchResult, degre
         return f"{lines[0]}\n  pruned: {candidate.pruned}"
     terms = cost.explain(model, plan, workload)
     lines += [f"  {name:<24} {value:>10.4g} s" for name, value in terms.items()]
-    lines += [f"  rank {i}: {gib(size)}" for i, size in enumerate(cost.memory_bytes(model, plan, workload))]
+    lines += [f"  rank {i}: {flags.gib(size)}" for i, size in enumerate(cost.memory_bytes(model, plan, workload))]
     lines += [f"  pruned: {candidate.pruned}"] if candidate.pruned else []
     lines += [f"  extrapolated: {what}" for what in cost.extrapolated(model, plan, workload)]
     return "\n".join(lines)

@@ -123,8 +123,10 @@ class Cluster:
         return replace(kinds[0], origin=origin, links=links, slowness=() if alike else tuple(slowness))
 
     def _of_ranks(self, of_kinds: list[float], world_size: int) -> list[float]:
-        if world_size > self.world_size:
-            raise ValueError(f"world_size must be at most the cluster's {self.world_size} devices, got {world_size}")
+        if not 1 <= world_size <= self.world_size:
+            raise ValueError(
+                f"world_size must be at least 1 and at most the cluster's {self.world_size} devices, got {world_size}"
+            )
         found: list[float] = np.repeat(of_kinds, [kind.count * kind.devices for kind in self.nodes]).tolist()
         return found[:world_size]
 

@@ -105,6 +105,8 @@ class CostModel:
         """
         values = files.parse_json(Path(path), "a cost model", "run megagraph fit again")
         found = values.get("schema") if isinstance(values, dict) else None
+        if isinstance(values, list):
+            raise ValueError(f"{path} must hold a cost model, got a list, as megagraph profile leaves; fit it first")
         if found != SCHEMA:
             raise ValueError(
                 f"{path} must hold a cost model of schema {SCHEMA}, got {found!r}; run megagraph fit again"

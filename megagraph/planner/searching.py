@@ -22,7 +22,7 @@ from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
 from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_totals
 from megagraph.planner.plan import Across, Plan
-from megagraph.planner.shapes import shapes
+from megagraph.planner.shapes import shapes_with
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, lightest_split, moves
 from megagraph.planner.terms import stage_parameters
 from megagraph.planner.workload import RankWork, Workload
@@ -161,11 +161,7 @@ def search(
     if not set(fixed) <= set(known):
         raise ValueError(f"fixed must name fields of {known}, got {sorted(fixed)}")
     mappings = cost.mappings(world_size) if len(limits) == 1 else get_args(Across)
-    wanted = [
-        plan
-        for plan in shapes(model_config, world_size, given, fixed, mappings)
-        if all(getattr(plan, name, value) == value for name, value in fixed.items())
-    ]
+    wanted = shapes_with(fixed, model_config, world_size, given, mappings)
     found = _Search(cost, model_config, given, limits, strict, wanted)
     best = found.best()
     if best is None:
@@ -443,6 +439,6 @@ def _why_nothing_fits(
     counted = {reason: sum(c.pruned == reason for c in candidates) for reason in reasons}
     named = "; ".join(f"{reasons[reason]} ({count} plans)" for reason, count in counted.items() if count)
     return (
-        f"no plan of {world_size} processes is possible: {named or 'the fixed fields leave none'}; "
+        f"no plan of {world_size} processes is possible: {named}; "
         "change the number of processes, the batch size, or what is fixed"
     )

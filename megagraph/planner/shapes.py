@@ -9,10 +9,29 @@ from typing import Any
 
 from megagraph.models.config import ModelConfig
 from megagraph.planner.plan import Across, Plan
+from megagraph.planner.split import NoFeasiblePlan
 from megagraph.planner.workload import Workload
 
 MAX_MICROBATCHES = 64
 STAGES_PER_RANK = (2, 3, 4)  # under the interleaved schedule
+
+
+def shapes_with(
+    fixed: Mapping[str, Any], config: ModelConfig, world_size: int, given: Workload, mappings: Sequence[Across]
+) -> list[Plan]:
+    """Those of ``shapes`` whose fields are as fixed; NoFeasiblePlan says which leave none."""
+
+    def found(fixed: Mapping[str, Any]) -> list[Plan]:
+        plans = shapes(config, world_size, given, fixed, mappings)
+        return [plan for plan in plans if all(getattr(plan, name) == value for name, value in fixed.items())]
+
+    if plans := found(fixed):
+        return plans
+    alone = {name: value for name, value in fixed.items() if not found({name: value})} or fixed
+    said = ", ".join(f"{name} = {value}" for name, value in alone.items())
+    raise NoFeasiblePlan(
+        f"no plan of {world_size} processes has {said}; change the number of processes, or what is fixed"
+    )
 
 
 def shapes(

@@ -110,7 +110,8 @@ BAD = {
     "rows file truncated": (rows_file('[{"kind": "la'), "is not a whole JSON file .* run megagraph profile again"),
     "rows file": (rows_file("{}"), "must hold a list of rows, or the benchmarks of pytest-benchmark, got dict"),
     "cost file truncated": (cost_file(lambda text: text[:200]), "not a whole JSON file .* run megagraph fit again"),
-    "cost file": (cost_file(lambda text: "[]"), "must hold a cost model of schema 1, got None"),
+    "cost file": (cost_file(lambda text: "3"), "must hold a cost model of schema 1, got None"),
+    "cost list": (cost_file(lambda text: "[1]"), "must hold a cost model, got a list, as megagraph profile leaves"),
     "cost version": (fields(schema=7), "must hold a cost model of schema 1, got 7; run megagraph fit again"),
     "cost missing": (fields(memory="gone"), r"lacks \['memory'\]"),
     "cost unknown": (fields(tp=1), r"has unknown \['tp'\]"),
@@ -144,8 +145,10 @@ BAD = {
     "fixed": (searched(fixed={"tp": 2}), r"fixed must name fields of .*, got \['tp'\]"),
     "heads": (
         searched(world_size=3, fixed={"cp": 3, "comm": "ulysses"}),
-        "no plan of 3 processes is possible: the fixed fields leave none",
+        "no plan of 3 processes has comm = ulysses; change the number of processes, or what is fixed",
     ),
+    "one of several": (searched(fixed={"cp": 2, "pp": 3}), "no plan of 4 processes has pp = 3; change"),
+    "several together": (searched(fixed={"cp": 4, "pp": 2}), "no plan of 4 processes has cp = 4, pp = 2; change"),
     "heads of a plan": (
         lambda cost, folder: cost.step_seconds(CONFIG, mg.Plan(cp=3, comm="ulysses")),
         "heads must be a multiple of cp = 3 for comm 'ulysses', which deals them out, got 8; take another comm",

@@ -176,8 +176,10 @@ def test_bad_clusters(case, folder):
 
 
 def test_devices_that_are_not_there(folder):
-    with pytest.raises(ValueError, match="world_size must be at most the cluster's 8 devices, got 9"):
+    with pytest.raises(ValueError, match="at least 1 and at most the cluster's 8 devices, got 9"):
         cluster(folder).cost_model(9)
+    with pytest.raises(ValueError, match="and at most the cluster's 8 devices, got 0"):
+        list(scaling(cluster(folder), [0]))
     with pytest.raises(FileNotFoundError):
         cluster(folder, nodes=[KIND | {"cost": "none.json"}]).cost_model(8)
     with pytest.raises(ValueError, match="memory_limit_bytes must be one, or one for each of 4 ranks, got 3"):

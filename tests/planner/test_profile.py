@@ -204,9 +204,10 @@ def test_from_rows_to_plan_and_plots(rows, tmp_path, monkeypatch, capsys):
     run(monkeypatch, "fit", rows, "--out", cost)
     assert "held out: time MAPE 0.0%" in capsys.readouterr().out
     limits = ("--world-size", 4, "--memory-gib", 64)
-    run(monkeypatch, "search", cost, *limits, "--pp", 2, "--explain", "2,1,2", "--out", plan)
+    run(monkeypatch, "search", cost, *limits, "--pp", 2, "--explain", "2, 1,2", "--out", plan)
     said = capsys.readouterr().out
     chosen = mg.Plan.load(plan)
+    assert said.endswith(f"{plan}: {chosen}\n")
     assert chosen.pp == 2 and chosen.world_size == 4 and sum(chosen.layers) == 8
     step = float(re.search(r"best +([\d.e+-]+) s", said)[1])
     model = mg.planner.CostModel.load(cost)
