@@ -143,6 +143,17 @@ def test_command_line(runs, graph, monkeypatch, capsys):
     assert results == evaluate(folder, graph, ablate=["bias", "global_token"])
 
 
+def test_of_several_processes_the_first_says_and_writes_what_comes_out(runs, graph, monkeypatch, capsys):
+    folder, _ = runs["ego"]
+    monkeypatch.setattr("megagraph.evaluate.load_graph", lambda *_, **__: graph)
+    monkeypatch.setattr("megagraph.parallel.mesh.rank", lambda: 1)
+    for command in ("evaluate", "predict"):
+        monkeypatch.setattr("sys.argv", ["megagraph", command, str(folder)])
+        main()
+        assert not capsys.readouterr().out
+    assert not (folder / "probabilities.npy").exists()
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_picture_of_the_bias(runs, name, monkeypatch, capsys):
     """A line per head, through the weights of the run, and one for where they started."""

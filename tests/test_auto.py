@@ -109,7 +109,7 @@ def test_every_candidate_of_a_search_comes_back_too(rows):
 def test_nothing_fits(rows, monkeypatch):
     monkeypatch.setattr(auto, "world_size", lambda: 4)
     monkeypatch.setattr(auto, "memory_bytes", lambda device, given: 0.005 * 2**30)
-    with pytest.raises(mg.planner.NoFeasiblePlan, match="no plan of 4 processes fits 5.12 MiB"):
+    with pytest.raises(mg.planner.NoFeasiblePlan, match=r"no plan of 4 processes fits 5\.12 MiB"):
         auto.choose(mg.TrainConfig(plan="auto"), rows, CPU)
 
 

@@ -22,7 +22,7 @@ import tyro
 
 from megagraph import __version__
 from megagraph.cli.data import data
-from megagraph.cli.groups import check_once, flags_of_a_run, in_groups, read_config, unknown
+from megagraph.cli.groups import NOT_OF_PROFILE, check_once, flags_of_a_run, in_groups, read_config, unknown
 from megagraph.cli.job import Changes, Job
 from megagraph.cli.planner import fit, profile, search
 from megagraph.cli.plot import plot, report
@@ -77,10 +77,12 @@ def predict(
 
     def job() -> None:
         from megagraph.evaluate import predict as predict_probabilities
+        from megagraph.parallel.mesh import rank
 
         path = run / "probabilities.npy" if out is None else out
-        probabilities = predict_probabilities(run, out=path, **changes.given())
-        print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
+        probabilities = predict_probabilities(run, out=path if rank() == 0 else None, **changes.given())
+        if rank() == 0:
+            print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
 
     return Job(job)
 
@@ -103,9 +105,11 @@ def evaluate(
 
     def job() -> None:
         from megagraph import ablation
+        from megagraph.parallel.mesh import rank
 
         results = ablation.evaluate(run, ablate=ablate, **changes.given())
-        print(json.dumps(results, indent=2))
+        if rank() == 0:
+            print(json.dumps(results, indent=2))
 
     return Job(job)
 
@@ -120,6 +124,8 @@ def _defaults(words: list[str]) -> Any:
     given, _ = parser.parse_known_args(words)
     if words[:1] not in (["train"], ["profile"]):
         return TrainConfig()
+    if words[0] == "profile":
+        given.resume = None  # none of its flags
     if given.config is not None and given.resume not in (None, AUTO):
         raise ValueError(f"a resumed run has its own configuration, got --config {given.config} beside --resume")
     values = {} if given.config is None else read_config(given.config, new_plan=given.plan is not None)
@@ -165,12 +171,12 @@ def _parse() -> Job:
     said = io.StringIO()
     words = _take_log_level(sys.argv[1:])
     check_once(words)
-    run_flags = flags_of_a_run(_defaults(words), usual=bool({"-h", "--help"} & {*words}))
+    defaults, usual = _defaults(words), bool({"-h", "--help"} & {*words})
     commands: dict[str, Callable[..., Job]] = {
-        "train": in_groups(train, run_flags),
+        "train": in_groups(train, flags_of_a_run(defaults, usual=usual)),
         "predict": predict,
         "evaluate": evaluate,
-        "profile": in_groups(profile, run_flags),
+        "profile": in_groups(profile, flags_of_a_run(defaults, usual=usual, without=NOT_OF_PROFILE)),
         "fit": fit,
         "search": search,
         "plot": plot,

@@ -75,6 +75,12 @@ GROUPS = {
 }  # fmt: skip
 
 
+NOT_OF_PROFILE = (  # of a run folder and its training
+    "out", "resume", "resume_step", "weights", "checkpoint_every", "keep", "time_limit", "lock_wait", "bad_steps",
+    "cuda_graphs", "trace", "tensorboard", "wandb",
+)  # fmt: skip
+
+
 def in_groups(command: Callable[..., Job], flags: Any) -> Callable[..., Job]:
     """A command whose first argument is a ``TrainConfig``, with the fields of that as ``flags_of_a_run``."""
     first, *others = inspect.signature(command).parameters.values()
@@ -101,12 +107,13 @@ def in_groups(command: Callable[..., Job], flags: Any) -> Callable[..., Job]:
     return run
 
 
-def flags_of_a_run(defaults: Any, *, usual: bool) -> Any:
+def flags_of_a_run(defaults: Any, *, usual: bool, without: tuple[str, ...] = ()) -> Any:
     """The fields of a ``TrainConfig`` in groups, each group an attribute.
 
     Args:
         defaults: what flags are that are not given, each an attribute.
         usual: without the rare ones, to be looked at only.
+        without: those that a command does not have.
     """
     hints = get_type_hints(TrainConfig)
     said = {
@@ -115,7 +122,7 @@ def flags_of_a_run(defaults: Any, *, usual: bool) -> Any:
     }
     groups: dict[str, Any] = {}
     for title, group in GROUPS.items():
-        names = group.usual if usual else group.usual + group.rare
+        names = [name for name in group.usual + group.rare * (not usual) if name not in without]
         if names:
             kinds = [(name, Annotated[hints[name], tyro.conf.arg(help=said.get(name))]) for name in names]
             kind = make_dataclass(title, kinds, frozen=True, kw_only=True, namespace={"__doc__": group.about})
@@ -201,8 +208,11 @@ def unknown(words: list[str], said: str) -> str | None:
     if not word.startswith("--"):
         return None
     command, own = words[0], [own.name for own in fields(TrainConfig)] + ["config"]
-    if command in ("train", "profile"):
-        found = meant(word.partition("=")[0][2:].replace("-", "_"), own).replace("mean ", "mean --").replace("_", "-")
+    name = word.partition("=")[0][2:].replace("-", "_")
+    if command == "profile" and name in NOT_OF_PROFILE:
+        found = "; it is of megagraph train, and what profile writes is named by --rows"
+    elif command in ("train", "profile"):
+        found = meant(name, own).replace("mean ", "mean --").replace("_", "-")
     else:  # tyro's suggestions are good where flags are few
         near = re.search(r"Perhaps you meant:\s+(--[\w-]+)", said)
         found = "" if near is None else f"; did you mean {near[1]}?"
