@@ -42,6 +42,12 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name.lower(), list(known), n=1)), None)
 
 
+def listed(names: Iterable[str]) -> str:
+    """The first twenty, and how many more there are."""
+    found = list(names)
+    return (", ".join(found[:20]) or "none") + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+
+
 def gib(size: float) -> str:
     """Bytes in words: GiB, and below a tenth of one MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"

@@ -34,7 +34,7 @@ def report(folders: Sequence[Path | str], out: Path | str) -> None:
         out: an HTML file, which needs nothing else; what comes from the runs' files is text in it.
 
     Raises:
-        FileNotFoundError, ValueError: a folder is not that of a run, or a file of it is damaged.
+        FileNotFoundError, ValueError: a folder is not that of a run, or a file of it is damaged; ``out`` is no .html.
         FileExistsError: ``out`` is a file of a run, or a link.
 
     Examples:
@@ -45,6 +45,8 @@ def report(folders: Sequence[Path | str], out: Path | str) -> None:
     paths, out = [Path(folder) for folder in folders], Path(out)
     if not paths:
         raise ValueError("expected the folder of a run, or several, got none")
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"out must end in .html, which is what is written, got {out}")
     runs = [Run.of(path) for path in paths]
     for run in runs:
         run.check_output(out)

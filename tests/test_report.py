@@ -165,7 +165,7 @@ def test_the_command(runs, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'r.html'}\n", "")
     for arguments, message in (
         ((tmp_path,), "must be the folder of a run"),
-        ((runs[0], "--out", runs[0] / "config.json"), "is a file of the run; pass another --out"),
+        ((runs[0], "--out", runs[0] / "config.json"), "out must end in .html"),
         ((runs[0], "--out", tmp_path / "no" / "r.html"), "which is none; make it before"),
     ):
         done = Command("report", *arguments).finish()

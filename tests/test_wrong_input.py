@@ -101,6 +101,9 @@ CASES = [
     # tables
     (None, "data import --nodes Nodes.csv --edges edges.csv --out new", r"got Nodes.csv, .*did you mean nodes.csv\?"),
     (None, "data import --nodes nodes.csv --out new", r"or a file of edges \(--edges\) beside --nodes, got neither"),
+    (None, f"{TABLES} --seed 7", r"root and seed are of a data set, got them beside tables"),
+    (None, f"{TABLES} --root nodir", r"root and seed are of a data set, got them beside tables"),
+    (write("nodes.csv", ",".join(map(str, range(25)))), f"{TABLES} --drop x", r"got 0, .*, 19 and 5 more"),
     (None, f"{TABLES} --label clas", r"clas"),
     (None, f"{TABLES} --id name", r"name"),
     (None, f"{TABLES} --label class --label kind", r"expected --label once, with all of its values after it"),
@@ -136,6 +139,7 @@ CASES = [
     (None, "plot timeline finished --out finished/curves.png", r"curves.png is a file of the run; pass another --out"),
     (None, "plot bias nodir/run", r"holds no config.json \(there is no folder nodir\)"),
     (None, "plot bias finished --out nodir/x.png", r"expected a folder to write nodir/x.png in"),
+    (None, "report finished --out rep.pdf", r"out must end in .html, which is what is written, got rep.pdf"),
     (None, "plot curves finished --out finished/curves", r"out must end in .png, .svg, .pdf or .*finished/curves"),
     (None, "plot bias finished --out finished/curves", r"out must end in"),
     (None, "plot attention finished --out a.x", r"out must end in"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,8 @@ def import_data(
         features: how to keep them; "same" is as they come.
         seed: of the synthetic graph; of a data set with several splits of its own (ten, mostly), which one is kept.
     """
+    if dataset is None and (root is not None or seed):
+        raise ValueError("root and seed are of a data set, got them beside tables, which have neither; leave them out")
     if dataset is not None and (tables != _NO_TABLES or like is not None):
         raise ValueError(f"expected a data set or tables, got {dataset} and flags of tables")
 
@@ -49,6 +52,7 @@ def import_data(
 
         if dataset is None:
             graph = read_tables(tables, None if like is None else _from_tables(like))
+            graph = replace(graph, name=out.resolve().name)  # the file of edges is called alike for all
         else:
             graph = load_graph(dataset, root, seed)
         write_store(graph, out, features)

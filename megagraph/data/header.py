@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megagraph import files
 from megagraph.data.cache import npy_head
 from megagraph.data.graph import MAX_CLASSES, PARTS
 from megagraph.data.names import Column, Vocabulary
-from megagraph.flags import gib
+from megagraph.flags import gib, listed
 
 _FORMAT = "MegaGraph graph store"
 _VERSION = 2
@@ -176,10 +175,5 @@ def describe(folder: Path | str) -> str:
     if "names" in header:
         names = names_in(header, Path(folder))
         shown = (f"{c.name} ({'number' if c.kind == 'number' else f'{len(c.values)} words'})" for c in names.columns)
-        lines += [f"{classes.split(',')[0]}: {_list(names.classes)}", f"columns: {_list(shown)}"]
+        lines += [f"{classes.split(',')[0]}: {listed(names.classes)}", f"columns: {listed(shown)}"]
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in header["notes"].items())])
-
-
-def _list(names: Iterable[str]) -> str:
-    found = list(names)
-    return (", ".join(found[:20]) or "none") + (f" and {len(found) - 20} more" if len(found) > 20 else "")

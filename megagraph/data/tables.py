@@ -16,6 +16,7 @@ from megagraph import files
 from megagraph.data.graph import PARTS, Graph, Split, check_unweighted
 from megagraph.data.names import Column, Ids, Names
 from megagraph.data.options import Tables
+from megagraph.flags import listed
 from megagraph.progress import log
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _label_columns(table: pl.DataFrame, tables: Tables) -> tuple[str, ...]:
     for name in tables.label:
         _check_named(table, name, tables.nodes)
     if len(set(tables.label)) < len(tables.label):
-        raise ValueError(f"expected every column of labels once, got {', '.join(tables.label[:20])}")
+        raise ValueError(f"expected every column of labels once, got {listed(tables.label)}")
     one, several = "label" in table.columns, tuple(name for name in table.columns if name.startswith(_LABEL))
     if one and several and not tables.label:
         raise ValueError(
@@ -223,7 +224,7 @@ def _split_column(table: pl.DataFrame, tables: Tables) -> str | None:
 
 def _check_named(table: pl.DataFrame, name: str, path: Path | None) -> None:
     if name not in table.columns:
-        raise ValueError(f"expected a column {name} in {path}, got {', '.join(table.columns[:20])}")
+        raise ValueError(f"expected a column {name} in {path}, got {listed(table.columns)}")
 
 
 def _labels(
@@ -245,7 +246,7 @@ def _labels(
                 f"expected a class in every row of column {name} of {tables.nodes}, got {kind}: several labels a node "
                 "are several columns (--label), or several rows of an id in a file of labels (--labels)"
             )
-    where, several = f"column {', '.join(columns.columns[:20])} of {tables.nodes}", columns.width > 1
+    where, several = f"column {listed(columns.columns)} of {tables.nodes}", columns.width > 1
     if tables.labels is not None:
         where = str(tables.labels)
         rows, given = _pairs(tables.labels, row_of)
@@ -277,7 +278,7 @@ def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
     """The rows of nodes, and their classes, from a file of ids and classes."""
     table = _read(path, words=(0, 1))
     if table.width != 2:
-        raise ValueError(f"expected two columns in {path}, ids and classes, got {', '.join(table.columns[:20])}")
+        raise ValueError(f"expected two columns in {path}, ids and classes, got {listed(table.columns)}")
     who, what = table[:, 0], _words(table[:, 1])
     _check_first_line(path, (who, what), (row_of.categories, what), "id,class")
     # an id that is there twice has several labels, but not the same one twice, nor one and none
@@ -315,7 +316,7 @@ def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[
             )
         found = [name for _, name in sorted(zip(values, found, strict=True))]
     if known and (others := sorted(set(found) - set(known))):
-        raise ValueError(f"expected the classes {', '.join(known[:20])} in {where}, got also {', '.join(others[:5])}")
+        raise ValueError(f"expected the classes {listed(known)} in {where}, got also {', '.join(others[:5])}")
     return known or tuple(found)
 
 
@@ -325,7 +326,7 @@ def _flags(columns: pl.DataFrame, known: tuple[str, ...], where: str) -> tuple[n
     named = {name.removeprefix(_LABEL): name for name in columns.columns}
     names = known or tuple(named)
     if set(names) != set(named):
-        raise ValueError(f"expected the labels {', '.join(names[:20])} in {where}, got {', '.join([*named][:20])}")
+        raise ValueError(f"expected the labels {listed(names)} in {where}, got {listed(named)}")
     labels = np.empty((columns.height, len(names)), np.int8)
     for label, name in enumerate(names):
         words = _words(columns[named[name]]).fill_null("nan")
@@ -362,7 +363,7 @@ def _features(
         known = tuple(_column(table[name], path) for name in table.columns)
     elif {column.name for column in known} - set(table.columns):
         lacking = [column.name for column in known if column.name not in table.columns]
-        raise ValueError(f"expected the columns of the other graph in {path}, got no {', '.join(lacking[:20])}")
+        raise ValueError(f"expected the columns of the other graph in {path}, got no {listed(lacking)}")
     features = np.zeros((num_nodes, sum(column.width for column in known)), np.float32)
     first = 0
     for column in known:

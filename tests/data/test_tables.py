@@ -402,7 +402,7 @@ def test_from_tables_to_predictions(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run("data import --nodes nodes.csv --edges edges.csv --out graph")
     said = capsys.readouterr()
-    assert "120 nodes" in said.out and "reading edges.csv\nreading nodes.csv\n120 nodes and" in said.err
+    assert said.out.startswith("graph: 120 nodes") and "reading edges.csv\nreading nodes.csv\n120 nodes and" in said.err
     run("train --dataset graph --layers 1 --dim 8 --heads 2 --epochs 1 --max-steps 1 --out run")
     run("predict run --out predictions.csv")
     table = polars.read_csv("predictions.csv")
