@@ -49,6 +49,14 @@ def batches(config: TrainConfig, graph: Graph) -> Builder:
     return prepare(graph, config.batch_options, known=known)
 
 
+def unread(config: TrainConfig) -> list[str]:
+    """Flags that are not at their default and change nothing in training."""
+    others = {"batch_size": config.batching == "full", "max_degree": config.model != "graphormer"}
+    others["comm"] = config.plan != "auto" and config.parallel_plan().cp == 1
+    changed = [name for name, idle in others.items() if idle and getattr(config, name) != getattr(TrainConfig, name)]
+    return config.batch_options.unread + changed
+
+
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
     """The model that the configuration names; ``mesh`` is its CP group."""
     return MODELS[config.model](model_config, mesh=mesh)

@@ -25,7 +25,16 @@ from megagraph.data.ego import EgoBatches
 from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
-from megagraph.evaluate import as_graph, batches, choose_split, graph_facts, make_model, model_config_of, num_parameters
+from megagraph.evaluate import (
+    as_graph,
+    batches,
+    choose_split,
+    graph_facts,
+    make_model,
+    model_config_of,
+    num_parameters,
+    unread,
+)
 from megagraph.history import History
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
@@ -241,6 +250,9 @@ class Trainer:
             )
             for line in _of_batches(builder, config, sampling_mass):
                 log.info(line)
+            if names := unread(config):
+                how = f"{config.model} on {config.batching} batches, {config.bias_form} bias, plan {plan}"
+                log.warning(f"nothing reads {', '.join(names)} here: {how}")
 
         epochs = Epochs(config, builder, graph, split, pipeline, run, stop, fingerprint)
         epochs.run_all(state)

@@ -24,7 +24,7 @@ from megagraph.data.graph import Split
 from megagraph.data.store import write_store
 from megagraph.dry_run import dry_run
 from megagraph.epochs import schedule
-from megagraph.evaluate import choose_split
+from megagraph.evaluate import choose_split, unread
 from megagraph.run import Run
 from tests import processes
 from tests.processes import Command
@@ -157,6 +157,13 @@ def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, caplog):
     rates = [line["learning_rate"] for line in Run.open(tmp_path / "run").metrics() if "step" in line]
     assert rates[-1] < 0.4 * 1e-2  # it falls to 0 nevertheless
     assert "clusters, edge cut " in caplog.text
+
+
+def test_flags_that_nothing_reads_are_named(tmp_path, graph, caplog):
+    idle = dict(sequence_nodes=256, hops=2, max_degree=9, comm="ulysses")
+    mg.Trainer(config(tmp_path, max_steps=1, **idle)).fit(graph)
+    assert "nothing reads sequence_nodes, hops, max_degree, comm here: hierarchical on ego batches" in caplog.text
+    assert unread(mg.TrainConfig(batching="full", batch_size=8, plan="1,2,1", comm="ulysses")) == ["batch_size"]
 
 
 def test_a_learned_embedding_needs_no_features(tmp_path, graph):

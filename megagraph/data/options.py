@@ -16,6 +16,13 @@ _CLUSTER_SUPER_NODES = 64
 
 Scope = Literal["auto", "graph", "batch"]
 Batching = Literal["ego", "cluster", "full"]
+_READ_BY = {  # kinds of batches, or forms of the bias, that alone read these
+    "ego": ("samples", "sample_nodes", "candidates", "epsilon", "super_ratio"),
+    "cluster": ("sequence_nodes",),
+    "full": ("hops", "top", "max_pairs"),
+    "projected": ("channels", "power_scope", "power_gib"),
+    "bucket": ("max_distance",),
+}
 FeatureForm = Literal["same", "fp32", "fp16", "sparse"]  # of a store
 
 
@@ -114,6 +121,12 @@ class BatchOptions:
             raise ValueError(f"sequence_nodes must be a multiple of {SEQUENCE_ALIGNMENT}, got {self.sequence_nodes}")
         if self.num_super <= self.global_tokens:
             raise ValueError(f"super_nodes must be above global_tokens = {self.global_tokens}, got {self.num_super}")
+
+    @property
+    def unread(self) -> list[str]:
+        """Fields that are not at their default and change nothing in these batches."""
+        others = (names for who, names in _READ_BY.items() if who not in (self.batching, self.bias))
+        return [name for names in others for name in names if getattr(self, name) != getattr(BatchOptions, name)]
 
     @property
     def num_candidates(self) -> int:

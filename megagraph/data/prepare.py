@@ -77,9 +77,10 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
         _say(graph, "PageRank around every node")
         pagerank = Pagerank(graph, epsilon=options.epsilon, max_candidates=options.num_candidates)
         return EgoBatches(graph, coarsening, structure, pagerank, options)
-    if cluster_size is None:
-        short = min(_CLUSTER_NODES, max(1, options.sequence_nodes // 8))
-        cluster_size = _ORDERED_NODES if options.batching == "full" else short
+    if cluster_size is None and options.batching == "full":
+        cluster_size = _ORDERED_NODES
+    elif cluster_size is None:
+        cluster_size = min(_CLUSTER_NODES, max(1, options.sequence_nodes // 8))
     if cluster_size < 1:
         raise ValueError(f"expected cluster_size >= 1, got {cluster_size}")
     num_clusters = -(-graph.num_nodes // cluster_size)

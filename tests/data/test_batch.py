@@ -18,6 +18,7 @@ from megagraph.data.graph import random_split
 from megagraph.data.loader import Loader
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
+from megagraph.data.start import bias_labels, bias_start
 from tests.data.graphs import make_graph
 
 
@@ -59,6 +60,30 @@ def check_shapes(batch, B, N, T, G, bias):
         assert batch.structure.shape == (B, N, N) and batch.structure.dtype == torch.uint8
         masked = batch.key_padding_mask[:, :, None] | batch.key_padding_mask[:, None]
         assert ((batch.structure == 255) == masked).all()
+
+
+KINDS = [("ego", "projected"), ("ego", "bucket"), ("cluster", "projected"), ("cluster", "bucket"), ("full", "bucket")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_read_is_known(graph, kind):
+    """Of the options that batches of one kind alone read; by looking who is asked for what."""
+    read = set()
+
+    class Traced(BatchOptions):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    changed = dict(samples=2, sample_nodes=9, candidates=99, epsilon=1e-3, super_ratio=0.2, sequence_nodes=256)
+    changed |= dict(hops=2, top=4, max_pairs=10**7, channels=3, power_scope="batch", power_gib=1.0, max_distance=3)
+    options = Traced(batching=kind[0], bias=kind[1], **changed)
+    unread = options.unread
+    read.clear()
+    bias_start(prepare(graph, options))
+    bias_labels(options)
+    assert sorted(unread) == sorted({*changed} - read)
+    assert BatchOptions(batching=kind[0], bias=kind[1]).unread == []
 
 
 def test_ego_batch(graph, ego):
