@@ -19,7 +19,7 @@ from megagraph.data.build import Builder
 from megagraph.data.full import FullBatches
 from megagraph.data.graph import Graph
 from megagraph.evaluate import make_loader
-from megagraph.flags import gib, processes_here
+from megagraph.flags import in_words, processes_here
 from megagraph.parallel.mesh import all_gather, on_every_rank, on_rank_zero, rank, world_size
 from megagraph.planner.fitting import fit
 from megagraph.planner.profile import FIT_ERROR, predicts, profile
@@ -139,7 +139,7 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
     best = on_rank_zero(find)
     plan = best.plan
     if rank() == 0:
-        log.info(f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {gib(best.peak_bytes)} a process")
+        log.info(f"plan: {plan}; predicted {best.step_seconds:.3g} s a step and {in_words(best.peak_bytes)} a process")
         for what in best.extrapolated:
             log.info(f"  extrapolated: {what}")
     return best

@@ -48,7 +48,7 @@ def listed(names: Iterable[str]) -> str:
     return (", ".join(found[:20]) or "none") + (f" and {len(found) - 20} more" if len(found) > 20 else "")
 
 
-def gib(size: float) -> str:
+def in_words(size: float) -> str:
     """Bytes in words: GiB, and below a tenth of one MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:.2f} MiB"
 

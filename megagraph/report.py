@@ -15,7 +15,7 @@ from jinja2 import Environment
 import megagraph
 from megagraph import files, plots, timeline
 from megagraph.config import TrainConfig
-from megagraph.flags import gib
+from megagraph.flags import in_words
 from megagraph.history import GraphFacts, History, graph_of, model_of, names_of
 from megagraph.objective import METRICS
 from megagraph.planner.plan import Plan
@@ -140,7 +140,7 @@ def _costs(summary: Summary | None) -> list[tuple[str, str, str]]:
 
     def size(name: str) -> str:
         value = getattr(summary, name, None)
-        return _NONE if value is None else gib(value)
+        return _NONE if value is None else in_words(value)
 
     return [
         ("a step", seconds("predicted_step_seconds"), seconds("measured_step_seconds")),

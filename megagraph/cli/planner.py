@@ -271,7 +271,7 @@ def table(result: SearchResult, count: int = 10) -> str:
 
 def _line(name: str, candidate: Candidate) -> str:
     seconds = f"{candidate.step_seconds:.4g}" if candidate.exact else f">= {candidate.step_seconds:.4g}"
-    return f"{name:>10} {seconds:>9} s {flags.gib(candidate.peak_bytes):>10}  {candidate.plan}"
+    return f"{name:>10} {seconds:>9} s {flags.in_words(candidate.peak_bytes):>10}  {candidate.plan}"
 
 
 def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
@@ -287,7 +287,7 @@ def explanation(cost: CostModel, workload: Workload, result: SearchResult, degre
         return f"{lines[0]}\n  pruned: {candidate.pruned}"
     terms = cost.explain(model, plan, workload)
     lines += [f"  {name:<24} {value:>10.4g} s" for name, value in terms.items()]
-    lines += [f"  rank {i}: {flags.gib(size)}" for i, size in enumerate(cost.memory_bytes(model, plan, workload))]
+    lines += [f"  rank {i}: {flags.in_words(size)}" for i, size in enumerate(cost.memory_bytes(model, plan, workload))]
     lines += [f"  pruned: {candidate.pruned}"] if candidate.pruned else []
     lines += [f"  extrapolated: {what}" for what in cost.extrapolated(model, plan, workload)]
     return "\n".join(lines)

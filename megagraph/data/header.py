@@ -15,7 +15,7 @@ from megagraph import files
 from megagraph.data.cache import npy_head
 from megagraph.data.graph import MAX_CLASSES, PARTS
 from megagraph.data.names import Column, Vocabulary
-from megagraph.flags import gib, listed
+from megagraph.flags import in_words, listed
 
 _FORMAT = "MegaGraph graph store"
 _VERSION = 2
@@ -170,7 +170,7 @@ def describe(folder: Path | str) -> str:
         f"{header['name']}: {arrays['labels']['shape'][0]:,} nodes, {arrays['indices']['shape'][0] // 2:,} undirected "
         f"edges, {header['in_features']} features ({form}), {header['num_classes']} {classes}, "
         f"{'a split of its own' if 'train' in arrays else 'no split of its own'}",
-        f"{folder}: {gib(sum(map(num_bytes, arrays.values())))} in {len(arrays)} files",
+        f"{folder}: {in_words(sum(map(num_bytes, arrays.values())))} in {len(arrays)} files",
     ]
     if "names" in header:
         names = names_in(header, Path(folder))

@@ -16,7 +16,7 @@ from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.options import BatchOptions, Scope
-from megagraph.flags import gib
+from megagraph.flags import in_words
 from megagraph.threads import in_threads
 
 PADDING = 255  # the bucket that masks a pair
@@ -137,7 +137,7 @@ class AdjacencyPowers:
         return powers
 
     def __str__(self) -> str:
-        size = gib(self.bytes)
+        size = in_words(self.bytes)
         if self.scope == "graph":
             return f"bias from powers 1 to {self.num_powers} of the graph's adjacency, {size}"
         why = f": the graph's would take {size}, see --power-gib" if self.bytes else ""

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from megagraph.flags import gib
+from megagraph.flags import in_words
 from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
@@ -426,9 +426,9 @@ def _why_nothing_fits(
         lightest = min(heavy, key=lambda candidate: candidate.peak_bytes)
         plan = lightest.plan
         return (
-            f"no plan of {world_size} processes fits {gib(limits.min())} with {HEADROOM:.0%} headroom: the lightest, "
-            f"{plan}, needs {gib(lightest.peak_bytes)} on stage {lightest.tightest}; start more processes, lower the "
-            f"batch size ({given.batch_sequences} sequences), or raise the limit"
+            f"no plan of {world_size} processes fits {in_words(limits.min())} with {HEADROOM:.0%} headroom: the "
+            f"lightest, {plan}, needs {in_words(lightest.peak_bytes)} on stage {lightest.tightest}; start more "
+            f"processes, lower the batch size ({given.batch_sequences} sequences), or raise the limit"
         )
     reasons = {
         "batch": f"dp * num_microbatches must be at most the batch of {given.batch_sequences} sequences",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megagraph.flags import gib
+from megagraph.flags import in_words
 from megagraph.planner.plan import Plan
 
 StageCost = Callable[[int, int, int], float]
@@ -66,8 +66,9 @@ def split_layers(
         needs = [memory_bytes(stage, bounds[stage], bounds[stage + 1]) for stage in range(num_stages)]
         tightest = max(range(num_stages), key=needs.__getitem__)
         raise NoFeasiblePlan(
-            f"no split of {num_layers} layers over {num_stages} stages fits {gib(limit_bytes)}: in the lightest, "
-            f"{list(lightest)}, stage {tightest} needs {gib(needs[tightest])}; take more stages, or raise the limit"
+            f"no split of {num_layers} layers over {num_stages} stages fits {in_words(limit_bytes)}: in the "
+            f"lightest, {list(lightest)}, stage {tightest} needs {in_words(needs[tightest])}; take more stages, or "
+            "raise the limit"
         )
     return split
 
