@@ -167,8 +167,12 @@ def _padding(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype == torch.bool:
         return mask
     hidden = mask == -torch.inf
-    if not torch.compiler.is_compiling() and not (hidden | (mask == 0)).all():
-        raise ValueError("key_padding_mask must be bool, or 0 and -inf, got other numbers; add these as attn_mask")
+    taken = (hidden | (mask == 0)).all()
+    message = "key_padding_mask must be bool, or 0 and -inf, got other numbers; add these as attn_mask"
+    if torch.compiler.is_compiling():  # cannot branch on a number
+        torch._assert_async(taken, message)
+    elif not taken:
+        raise ValueError(message)
     return hidden
 
 

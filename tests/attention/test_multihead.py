@@ -78,6 +78,19 @@ def test_a_sequence_without_batch_and_padding_in_numbers():
     close(ours(query, keys, keys, key_padding_mask=numbers)[0], want)
 
 
+@pytest.mark.parametrize("exported", [False, True])
+def test_compiled_padding_in_numbers_is_checked_too(exported):
+    query, keys, padding, _ = inputs()
+    _, ours = made(batch_first=True)
+    given, numbers = (query, keys, keys), torch.zeros(B, N).masked_fill(padding, -torch.inf)
+    module = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    if exported:
+        module = torch.export.export(ours, (*given, numbers)).module()
+    close(module(*given, numbers)[0], ours(*given, numbers)[0])
+    with pytest.raises(RuntimeError, match="key_padding_mask must be bool, or 0 and -inf"):
+        module(*given, numbers.clamp(min=-1e9))
+
+
 def test_the_bias_is_a_mask_of_numbers_and_adds_to_one():
     query, keys, _, plane = inputs()
     theirs, ours = made(batch_first=True)
