@@ -74,6 +74,7 @@ class BiasedRingAttention(nn.Module):
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads must be at least 1 and divide embed_dim = {embed_dim}, got {num_heads}")
         self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
         self.dropout = dropout
         self.mesh = mesh
         self.comm = check_comm(comm, heads=num_heads, ranks=1 if mesh is None else mesh.size())
@@ -128,7 +129,8 @@ class BiasedRingAttention(nn.Module):
         Args:
             x: [B, S, E], the rows of this rank.
             attn_bias: [B or 1, H or 1, M, N], a bias class or a float tensor; ``None`` for none. On several ranks of
-                ``"ulysses"`` [B or 1, H or 1, N, N], whatever M is.
+                ``"ulysses"`` [B or 1, H or 1, N, N], whatever M is. Of those heads that the projections give: some of
+                them where these are sharded (``ColwiseParallel``).
             layout: which nodes the rows are; ``None``: all of them, on one rank.
             key_padding_mask: bool [B, N], True = ignore.
             dropout_key: int32 [B], see [megagraph.dropout_keys][]; ``None`` in training draws one from the default
@@ -164,9 +166,9 @@ class BiasedRingAttention(nn.Module):
         if packing is not None:
             first = x if num_queries is None else packing.first_rows(x, num_queries)
             q, k, v = self.q_proj(first), self.k_proj(x), self.v_proj(x)
-            bias = as_bias(attn_bias)
+            bias, heads = as_bias(attn_bias), q.shape[-1] // self.head_dim
             return self.out_proj(
-                packed_attention(q, k, v, bias, packing, self.num_heads, dropout_p=dropout_p, dropout_key=dropout_key)
+                packed_attention(q, k, v, bias, packing, heads, dropout_p=dropout_p, dropout_key=dropout_key)
             )
         out = ring_attention(
             self._split(self.q_proj(x if num_queries is None or self.by_heads else x[:, :num_queries])),
@@ -184,8 +186,8 @@ class BiasedRingAttention(nn.Module):
         return self.out_proj(self._join(out[:, :, :num_queries]))
 
     def _split(self, x: Tensor) -> Tensor:
-        """[B, S, E] -> [B, H, S, D]."""
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        """[B, S, H * D] -> [B, H, S, D]; with tensor parallelism a rank's projections give some of the heads."""
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
     @staticmethod
     def _join(x: Tensor) -> Tensor:

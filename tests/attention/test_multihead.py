@@ -11,6 +11,7 @@ from torch import nn
 from torch_geometric.nn import GCNConv, GPSConv
 
 import megagraph as mg
+from megagraph.attention.packing import Packing
 from tests.problems import of_a_cpu
 
 # torch's own would rather have both masks of one dtype
@@ -162,6 +163,28 @@ def test_the_module_of_rings_has_copies_and_loads_its_state_dict(bias):
     assert not ours.training and ours.q_proj.weight.data_ptr() != theirs.in_proj_weight.data_ptr()
     nested = nn.ModuleDict({"attn": mg.BiasedRingAttention(E, H, bias=bias)})
     nested.load_state_dict({f"attn.{name}": x for name, x in theirs.state_dict().items()})
+
+
+def half_of_heads(module, rank):
+    """What tensor parallelism leaves of it on one of two ranks, whose results add up."""
+    half = copy.deepcopy(module)
+    for layer, dim in ((half.q_proj, 0), (half.k_proj, 0), (half.v_proj, 0), (half.out_proj, 1)):
+        layer.weight = nn.Parameter(layer.weight.chunk(2, dim)[rank])
+    return half
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_projections_with_some_of_the_heads(packed):
+    x, _, padding, _ = inputs()
+    module, index = mg.BiasedRingAttention(E, H, bias=False), torch.randint(5, (1, N, N), dtype=torch.uint8)
+    table, halves = torch.randn(H, 5), [half_of_heads(module, rank) for rank in range(2)]
+    given, options = (Packing(padding).pack(x), {"packing": Packing(padding)}) if packed else (x, {})
+    parts = [
+        half(given, mg.BucketBias(index, own), **options) for half, own in zip(halves, table.chunk(2), strict=True)
+    ]
+    close(sum(parts), module(given, mg.BucketBias(index, table), **options))
+    with pytest.raises(ValueError, match="bias must have .*, 2, 27, 27.*got .1, 4, 27, 27"):
+        halves[0](given, mg.BucketBias(index, table), **options)
 
 
 def call(attn_bias=None, **arguments):
