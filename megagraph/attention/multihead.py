@@ -58,6 +58,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.attn_bias: Bias | Tensor | None = None
         self._qkv_same_embed_dim = False  # or nn.TransformerEncoderLayer computes attention itself in evaluation
 
+    def _reset_parameters(self) -> None:
+        self._qkv_same_embed_dim = True  # as its parameters are
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
     @classmethod
     def from_multihead_attention(cls, module: nn.MultiheadAttention, *, impl: Impl | None = None) -> MultiheadAttention:
         """One with the same parameters: those of ``module``, not copies.
