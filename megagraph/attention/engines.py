@@ -183,6 +183,8 @@ def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bo
         raise ValueError(expected + (f", which is {_GONE[impl]!r} now" if impl in _GONE else ""))
     name, short = _NAMED[impl]
     reasons = ENGINES[name].refusals(q) if name in ENGINES else []
+    if name in ENGINES and torch.jit.is_tracing():
+        reasons.append("torch.jit.trace sees nothing of what it computes; use torch.export, or impl='reference'")
     if ring and name not in ENGINES:
         reasons.append("it needs all keys on one rank, not in a ring; use impl='blocked' or 'triton'")
     if reasons:

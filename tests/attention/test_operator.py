@@ -304,6 +304,16 @@ def test_compiles(form):
         torch.testing.assert_close(x, want[name], msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.filterwarnings("ignore")  # the tracer warns about our checks, and about itself
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_trace_is_of_the_reference_alone(impl):
+    q, k = torch.randn(2, 1, 2, 5, 4, device=DEVICE)
+    traced = torch.jit.trace(lambda q: mg.biased_attention(q, q, q, impl="reference"), q)
+    torch.testing.assert_close(traced(k), mg.biased_attention(k, k, k, impl=impl))
+    with pytest.raises(NotImplementedError, match="torch.jit.trace sees nothing .* or impl='reference'"):
+        torch.jit.trace(lambda q: mg.biased_attention(q, q, q, impl=impl), q)
+
+
 def test_compiled_code_follows_how_products_are_rounded():
     def rounded(x):
         return x + products_are_tf32()
