@@ -3,8 +3,7 @@
 ``biased_attention`` is functional: autograd, opcheck, compilation. ``attention_step_`` and ``attention_step_backward_``
 are one step of a ring; they advance their state in place and have no autograd, as torch.library refuses both together.
 
-Where nobody watches but autograd, a call goes past the dispatcher, which takes longer than the kernels of short
-sequences.
+Where only autograd watches, a call goes past the dispatcher, which takes longer than kernels of short sequences.
 """
 
 from __future__ import annotations
@@ -185,7 +184,8 @@ def is_watched(*tensors: Tensor | None) -> bool:
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or any(x is not None and (type(x) not in (Tensor, nn.Parameter) or x.is_meta) for x in tensors)
+        or any(type(x) not in (Tensor, nn.Parameter, type(None)) for x in tensors)
+        or any(x is not None and (x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x)) for x in tensors)
     )
 
 
@@ -209,7 +209,7 @@ class _Attention(torch.autograd.Function):
         step, learned_grad = Step.join(ctx.values, iter(tensors)), ctx.needs_input_grad[4]
         if d_out is None:
             d_out = torch.zeros_like(out)
-        if is_watched(d_out) or torch.is_grad_enabled():
+        if is_watched(d_out, d_lse) or torch.is_grad_enabled():
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
             _check_given(q, d_out, d_lse)

@@ -237,6 +237,17 @@ def test_several_by_vmap(impl):
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), q) for x in results))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("impl", [*IMPLS, pytest.param("blocked_long", marks=of_a_cpu)])
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_several_gradients_at_once(impl, of_lse):
+    q = torch.randn(1, 2, 5, 4, device=DEVICE, requires_grad=True)
+    x = mg.biased_attention(q, q, q, impl=impl, return_lse=True)[of_lse]
+    d_x = torch.randn(3, *x.shape, device=DEVICE)
+    (got,) = torch.autograd.grad(x, q, d_x, retain_graph=True, is_grads_batched=True)
+    torch.testing.assert_close(got, torch.stack([torch.autograd.grad(x, q, d, retain_graph=True)[0] for d in d_x]))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form):
     problem = make_problem(form, Shape(5, 7, 4), dtype=torch.float32, dropout_p=0.3)
