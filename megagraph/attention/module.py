@@ -111,6 +111,9 @@ class BiasedRingAttention(nn.Module):
         like, weight = sizes_of(module), module.out_proj.weight
         made = cls(**like, mesh=mesh, comm=comm, impl=impl, device=weight.device, dtype=weight.dtype)
         made.load_state_dict(module.state_dict())
+        for name, x in made.named_parameters():  # what is frozen stays so
+            theirs = name if name.startswith("out_proj") else f"in_proj_{name.rpartition('.')[2]}"
+            x.requires_grad_(module.get_parameter(theirs).requires_grad)
         return made.train(module.training)
 
     def forward(

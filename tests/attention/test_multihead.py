@@ -168,6 +168,15 @@ def test_the_module_of_rings_has_copies_and_loads_its_state_dict(bias):
     nested.load_state_dict({f"attn.{name}": x for name, x in theirs.state_dict().items()})
 
 
+def test_what_is_frozen_stays_so():
+    theirs, _ = made()
+    for x in (theirs.in_proj_weight, theirs.out_proj.bias):
+        x.requires_grad_(False)
+    ours = mg.BiasedRingAttention.from_multihead_attention(theirs)
+    learned = {name for name, x in ours.named_parameters() if x.requires_grad}
+    assert learned == {"q_proj.bias", "v_proj.bias", "out_proj.weight"}
+
+
 def half_of_heads(module, rank):
     """What tensor parallelism leaves of it on one of two ranks, whose results add up."""
     half = copy.deepcopy(module)
