@@ -46,7 +46,7 @@ def _scattered(values: Tensor, relation: Relation, fill: float) -> Tensor:
 def _sparse_rows(bias: B, field: str, index: Tensor | slice) -> B:
     """The sparse bias of these rows, whose field has the values of the pairs."""
     assert bias.relation is not None
-    rows = torch.arange(bias.relation.shape[1])
+    rows = torch.arange(bias.relation.shape[1], device="cpu")
     wanted = rows[index if isinstance(index, slice) else index.cpu()]
     if isinstance(index, slice) and torch.equal(wanted, rows):
         return bias

@@ -126,7 +126,7 @@ class Blocked:
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         dtype = state_dtype(out)
         if step.short:  # it adds the product itself, of the p and dp that it has at hand
-            return torch.zeros(out.shape[:-1], dtype=dtype) if d_lse is None else -d_lse
+            return torch.zeros(out.shape[:-1], dtype=dtype, device="cpu") if d_lse is None else -d_lse
         delta = (d_out.to(dtype) * out).sum(dim=-1)
         return (delta if d_lse is None else delta - d_lse).contiguous()
 

@@ -135,7 +135,7 @@ class StagedExchange(GroupExchange):
         return lambda: self._copy_into(into, arriving())
 
     def _host_buffer(self, x: Tensor) -> Tensor:
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=self.device.type == "cuda")
 
     def _to_host(self, blocks: list[Tensor]) -> list[Tensor]:
         # a block may still be computed, and what stands where the next one will come still be read

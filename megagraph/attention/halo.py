@@ -87,7 +87,9 @@ def plan(exchange: Exchange, layouts: list[NodeLayout], relations: list[Relation
         return [_plans[relation][layout] for layout, relation in keys]
     named, coming = [], []
     for layout, relation in keys:
-        starts = torch.tensor([layout.block(rank).start for rank in range(layout.world_size)] + [layout.num_nodes])
+        starts = torch.tensor(
+            [layout.block(rank).start for rank in range(layout.world_size)] + [layout.num_nodes], device="cpu"
+        )
         named.append(_named(layout, relation))
         coming.append(torch.searchsorted(named[-1], starts).diff())
     devices = [relation.columns.device for relation in relations]
@@ -105,7 +107,7 @@ def plan(exchange: Exchange, layouts: list[NodeLayout], relations: list[Relation
 
 def _named(layout: NodeLayout, relation: Relation) -> Tensor:
     """int64 [h], the regular nodes of other ranks that pairs name, ascending."""
-    away = torch.zeros(relation.num_columns, dtype=torch.bool)
+    away = torch.zeros(relation.num_columns, dtype=torch.bool, device="cpu")
     away[relation.columns.long().cpu()] = True
     block = layout.block()
     away[block.start : block.stop] = False
@@ -116,11 +118,11 @@ def _named(layout: NodeLayout, relation: Relation) -> Tensor:
 def _halo(layout: NodeLayout, relation: Relation, named: Tensor, coming: list[int], rows: tuple[Tensor, ...]) -> Halo:
     device = relation.columns.device
     column_ids = torch.cat([layout.row_ids(torch.device("cpu")), named])
-    local = torch.empty(relation.num_columns, dtype=torch.int64)
+    local = torch.empty(relation.num_columns, dtype=torch.int64, device="cpu")
     own, num_own, supers = layout.block(), len(layout.block()), relation.num_columns - layout.num_nodes
-    local[named] = layout.num_local + torch.arange(len(named))
-    local[own.start : own.stop] = torch.arange(num_own)
-    local[layout.num_nodes :] = layout.block_size + torch.arange(supers)
+    local[named] = layout.num_local + torch.arange(len(named), device="cpu")
+    local[own.start : own.stop] = torch.arange(num_own, device="cpu")
+    local[layout.num_nodes :] = layout.block_size + torch.arange(supers, device="cpu")
     columns = local[relation.columns.long().cpu()]
     pairs = (relation.rows() * len(column_ids) + columns).argsort()  # by row, as before, and by the new column
     sequences, starts = relation.shape[0], relation.row_starts.cpu()

@@ -50,16 +50,18 @@ class Relation:
 
     def rows(self) -> Tensor:
         """int64 [P], the row of every pair, counted through all relations."""
-        return torch.repeat_interleave(torch.arange(len(self.row_starts) - 1), self.row_starts.cpu().diff())
+        return torch.repeat_interleave(
+            torch.arange(len(self.row_starts) - 1, device="cpu"), self.row_starts.cpu().diff()
+        )
 
     def take(self, rows: Tensor) -> tuple[Relation, Tensor]:
         """These rows int64 [M'] of every relation, -1 = an empty one, and which of its pairs they have, int64 [P']."""
         sequences, num_rows, num_columns = self.shape
         starts, rows = self.row_starts.cpu(), rows.cpu()
-        listed = (rows.clamp(min=0) + num_rows * torch.arange(sequences)[:, None]).flatten()
+        listed = (rows.clamp(min=0) + num_rows * torch.arange(sequences, device="cpu")[:, None]).flatten()
         lengths = (starts[listed + 1] - starts[listed]).masked_fill(rows.repeat(sequences) < 0, 0)
         ends = nn.functional.pad(lengths.cumsum(0), (1, 0))
-        pairs = torch.arange(int(ends[-1])) + torch.repeat_interleave(starts[listed] - ends[:-1], lengths)
+        pairs = torch.arange(int(ends[-1]), device="cpu") + torch.repeat_interleave(starts[listed] - ends[:-1], lengths)
         taken = Relation.of_rows(ends, self.columns.cpu()[pairs], num_columns, sequences)
         return taken.to(self.columns.device), pairs.to(self.columns.device)
 

@@ -28,7 +28,7 @@ def empty_like(x: Tensor) -> Tensor:
     try:
         memory = _free[size].pop()
     except IndexError:
-        memory = torch.empty(size, dtype=torch.uint8)
+        memory = torch.empty(size, dtype=torch.uint8, device="cpu")
     array = memory.numpy()[:num_bytes]  # lives as long as the result and its views
     weakref.finalize(array, _keep, memory).atexit = False
     strides = torch.empty_like(x, device="meta").stride()

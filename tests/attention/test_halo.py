@@ -204,3 +204,12 @@ def test_bad_input(case):
 def test_cuts_that_give_some_rank_no_node(cuts):
     with pytest.raises(ValueError, match=r"cuts must be world_size \+ 1 = 4 ascending numbers from 0 to num_nodes = 7"):
         mg.NodeLayout(7, 1, 0, 3, cuts if cuts != (0, 2, 6, 7) else (0, 2, 6, 8))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["halo", "ulysses"])
+def test_another_default_device(form, way):
+    dense, given, pairs = problem(form, "hub", H=6, M=19, N=19, dropout_p=0.3)
+    with torch.device("meta"):
+        got = expected(given, attend_by(num_super=2, world_size=3, comm=way))
+    assert_equal(got, of_pairs(expected(dense), form, pairs))

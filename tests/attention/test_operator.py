@@ -369,6 +369,18 @@ def test_a_large_bias_does_not_overflow():
         assert_matches(run(problem, impl), problem)
 
 
+@of_a_cpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("impl", ["blocked", "blocked_long"])
+def test_another_default_device(form, impl):
+    problem = make_problem(form, Shape(9, 11, 8), dtype=torch.float32, dropout_p=0.3)
+    want = run(problem, impl)
+    with torch.device("meta"):
+        got = run(problem, impl)
+    for name, x in want.items():
+        assert torch.equal(got[name], x), name
+
+
 # Memory: nothing of size [H, M, N], only the inputs kept for backward.
 
 

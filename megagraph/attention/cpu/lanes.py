@@ -50,9 +50,9 @@ def in_lanes(compute: torch.dtype, *given: Tensor, scale: float = 1.0) -> tuple[
         width = D if x.ndim == 3 else up(D)
         size = S * num_groups(H) * R * width * LANES
         if H % LANES == 0 and width == D:  # all of it is written
-            out = reuse.empty_like(torch.empty(size, dtype=compute)).numpy()
+            out = reuse.empty_like(torch.empty(size, dtype=compute, device="cpu")).numpy()
         else:
-            out = torch.zeros(size, dtype=compute).numpy()
+            out = torch.zeros(size, dtype=compute, device="cpu").numpy()
         planes.append((plane(x.to(compute), compute), R, D, width, out, number(1.0 if i else scale)))
         costs[:R] += S * num_groups(H)
     of_all = tuple(planes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megagraph.jit import jit
@@ -24,7 +23,7 @@ def _multiply(first, last, starts, columns, weights, x, out):
 
 def multiply(starts: Tensor, columns: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     """[M, d], of entries [P] in M rows that begin at ``starts`` [M + 1], and x [N, d] in float32 or float64."""
-    out = torch.empty(len(starts) - 1, x.shape[1], dtype=x.dtype)
+    out = x.new_empty(len(starts) - 1, x.shape[1])
     given = [tensor.detach().contiguous().numpy() for tensor in (starts, columns, weights, x, out)]
 
     def run(_: int, first: int, last: int) -> None:

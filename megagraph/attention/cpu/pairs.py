@@ -264,7 +264,7 @@ def _lists(step: Step) -> Lists:
 def _bias(step: Step, compute: torch.dtype) -> PairBias:
     learned, data = step.learned, step.data
     assert learned is not None
-    nothing = torch.empty(0, dtype=compute).numpy()
+    nothing = np.empty(0, number_of(compute))
     if step.form == "dense":
         return PairBias(DENSE, 0, np.empty(0, np.uint8), memory(learned.detach().to(compute).contiguous()), nothing)
     assert data is not None
@@ -281,13 +281,13 @@ def _dropout(step: Step, H: int, M: int) -> tuple[np.ndarray, np.ndarray, np.nda
     """Keys uint32 [S, G, 8], flat, or none, padding bool [S, N] or none, and the global row and column of each, if any
     are asked."""
     keys = head_keys_of(step, H)
-    padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
-    rows = torch.arange(M) if step.row_ids is None else step.row_ids.long()
+    padding = np.empty((0, 0), bool) if step.key_padding_mask is None else step.key_padding_mask.contiguous().numpy()
+    rows = torch.arange(M, device="cpu") if step.row_ids is None else step.row_ids.long()
     columns = step.column_ids
     if columns is None:
         assert step.key_starts is not None
-        columns = torch.arange(len(step.key_starts) if len(keys) else 0, dtype=torch.int32)
-    return keys, padding.contiguous().numpy(), rows.numpy(), columns.numpy()
+        columns = torch.arange(len(step.key_starts) if len(keys) else 0, dtype=torch.int32, device="cpu")
+    return keys, padding, rows.numpy(), columns.numpy()
 
 
 def _work(step: Step, q: Tensor, k: Tensor, number: type) -> Work:
@@ -330,7 +330,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     work, out = _work(step, q, k, number_of(compute)), state.out
     call = work, _lists(step), _bias(step, compute), _dropout(step, work.H, work.M)
     if out is not None:
-        out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
+        out = out if out.dtype == compute and out.stride(-1) == 1 else out.new_empty(out.shape, dtype=compute)
     planes = tuple(plane(x, compute) for x in (q.to(compute), state.m, state.l, state.acc, out, state.lse))
     keys, rows = in_lanes(compute, k, v), _TOGETHER * up(work.D)
 
@@ -349,7 +349,7 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     work, bias = _work(step, q, k, number_of(compute)), _bias(step, compute)
     call = work, _lists(step), bias, _dropout(step, work.H, work.M)
     q, k, v, d_out = (x.to(compute) for x in (q, k, v, gradients.d_out))
-    d_pairs = torch.zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else (0,), dtype=compute)
+    d_pairs = q.new_zeros(bias.numbers.shape if step.form == "dense" and d_learned is not None else 0)
     d_tables = np.zeros((CHUNKS * torch.get_num_threads(), 0 if d_learned is None else len(bias.learned)), np.float64)
     lanes = in_lanes(compute, q, d_out, gradients.lse, gradients.delta, k, v, scale=step.scale)
     rows, keys, added = lanes[:4], lanes[4:], gradients.accumulate

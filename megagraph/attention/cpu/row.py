@@ -265,7 +265,7 @@ def zeros(dtype: torch.dtype, *sizes: int) -> tuple[np.ndarray, ...]:
     """Arrays of so many vectors, scratch of compiled functions, which count references of arrays that they make
     themselves. What is never written, where D was rounded up, adds nothing."""
     ends = np.cumsum(sizes) * LANES
-    return tuple(np.split(torch.zeros(int(ends[-1]), dtype=dtype).numpy(), ends[:-1]))
+    return tuple(np.split(torch.zeros(int(ends[-1]), dtype=dtype, device="cpu").numpy(), ends[:-1]))
 
 
 @_part

@@ -244,13 +244,13 @@ def _items(*axes: Iterable[tuple[int, ...]]) -> np.ndarray:
 def _pairs(step: Step, q: Tensor, compute: torch.dtype) -> Pairs:
     keys = None
     if step.dropout_key is not None:
-        row_ids = torch.arange(q.shape[2]) if step.row_ids is None else step.row_ids
+        row_ids = torch.arange(q.shape[2], device="cpu") if step.row_ids is None else step.row_ids
         keys = row_keys(step.dropout_key, q.shape[1], row_ids, step.first_head).contiguous()
     of_rows = plane(keys, torch.int32)
     of_rows = of_rows._replace(memory=of_rows.memory.view(np.uint32))
-    padding = torch.empty(0, 0, dtype=torch.bool) if step.key_padding_mask is None else step.key_padding_mask
+    padding = np.empty((0, 0), bool) if step.key_padding_mask is None else step.key_padding_mask.contiguous().numpy()
     threshold = np.uint32(dropout_threshold(step.dropout_p))
-    return Pairs(bias_arrays(step, compute), padding.contiguous().numpy(), of_rows, threshold, step.first_column)
+    return Pairs(bias_arrays(step, compute), padding, of_rows, threshold, step.first_column)
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
@@ -260,7 +260,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
     (B, H, M, D), tiles = q.shape, _tiles(step)
     out = state.out
     if out is not None:
-        out = out if out.dtype == compute and out.stride(-1) == 1 else torch.empty(out.shape, dtype=compute)
+        out = out if out.dtype == compute and out.stride(-1) == 1 else out.new_empty(out.shape, dtype=compute)
     inputs = tuple(plane(x.to(compute), compute) for x in (q, k, v))
     planes = _State(*(plane(x, compute) for x in (state.m, state.l, state.acc, out, state.lse)))
     pairs = _pairs(step, q, compute)
@@ -296,7 +296,7 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     items, costs = _backward_items(B, H, M, tiles, dense, _heads_share(step))
     # each part of the keys has a dq of its own, or their order would decide the last digits
     num_parts = int(items[:, -1].max()) + 1
-    dq_shares = torch.zeros(num_parts * B, H, up_to(M, PRODUCT_ROWS), up_to(D, LANES), dtype=compute)
+    dq_shares = q.new_zeros(num_parts * B, H, up_to(M, PRODUCT_ROWS), up_to(D, LANES), dtype=compute)
     pairs = _pairs(step, q, compute)
     keep_scale = 1.0 if step.dropout_key is None else 1.0 / (1.0 - step.dropout_p)
     read = (q, k, v, gradients.d_out, gradients.lse, gradients.delta)

@@ -56,7 +56,7 @@ class BiasArrays(NamedTuple):
 
 def number_of(compute: torch.dtype) -> type[Any]:
     """NumPy's type of a number."""
-    return torch.empty(0, dtype=compute).numpy().dtype.type
+    return torch.empty(0, dtype=compute, device="cpu").numpy().dtype.type
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _memory_of_parameter(x: Tensor) -> np.ndarray:
 
 def plane(x: Tensor | None, dtype: torch.dtype) -> Plane:
     """x [B or 1, H or 1, R, width], or [B, H, R] for a width of 1; inputs only where the width's numbers are apart."""
-    x = torch.empty(1, 1, 0, 1, dtype=dtype) if x is None else x.unsqueeze(-1) if x.ndim == 3 else x
+    x = torch.empty(1, 1, 0, 1, dtype=dtype, device="cpu") if x is None else x.unsqueeze(-1) if x.ndim == 3 else x
     x = side_by_side(x)
     return Plane(memory(x), *_strides(x))
 
@@ -101,7 +101,7 @@ def _stride(x: Tensor, axis: int) -> int:
 
 def bias_arrays(step: Step, dtype: torch.dtype) -> BiasArrays:
     """The bias of a step, its numbers in ``dtype``."""
-    nothing = learned = torch.empty(0, dtype=dtype)
+    nothing = learned = torch.empty(0, dtype=dtype, device="cpu")
     buckets, channels, mask = np.empty(0, np.uint8), nothing.numpy(), np.empty(0, bool)
     num_learned, strides, mask_strides = 0, (0, 0, 0), (0, 0)
     dense = Plane(_memory_of_parameter(nothing), 0, 0, 0)
