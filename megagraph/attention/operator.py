@@ -92,8 +92,8 @@ def biased_attention(
 
     Raises:
         ValueError: shape, dtype, device or value of an argument; the message gives expected and actual.
-        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. Forward-mode differentiation, or
-            that of ``torch.func``, but by ``"reference"``.
+        NotImplementedError: ``impl`` cannot run these inputs; every reason is listed. A second derivative, forward-mode
+            differentiation, or that of ``torch.func``, but by ``"reference"``.
 
     Examples:
         >>> q, k, v = (torch.randn(2, 4, 50, 8, requires_grad=True) for _ in range(3))
@@ -207,8 +207,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, d_out, d_lse):
         q, k, v, *tensors, out, lse = saved = ctx.saved_tensors
         step, learned_grad = Step.join(ctx.values, iter(tensors)), ctx.needs_input_grad[4]
-        if d_out is None:
-            d_out = torch.zeros_like(out)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
         if is_watched(d_out, d_lse) or torch.is_grad_enabled():
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
@@ -283,10 +282,6 @@ def _check_rows(q: Tensor, **numbers: Tensor | None) -> None:
 
 
 @attention_step_.register_fake
-def _(*args, **kwargs):
-    return None
-
-
 @attention_step_backward_.register_fake
 def _(*args, **kwargs):
     return None
@@ -412,7 +407,12 @@ def _backward(ctx, d_out, d_lse):
     return tuple(gradients)
 
 
+def _refuse_second(ctx, *gradients):
+    raise NotImplementedError("biased_attention has no second derivative (create_graph=True); use impl='reference'")
+
+
 _attention.register_autograd(_backward, setup_context=_setup_context)
+_attention_backward.register_autograd(_refuse_second)
 
 
 def _refuse_transforms(key: str) -> None:

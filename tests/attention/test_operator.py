@@ -224,6 +224,17 @@ def test_derivatives_but_by_autograd_are_refused(impl, differentiate, of_table):
         grad(other, x)
 
 
+@pytest.mark.parametrize("impl", [*IMPLS, "reference"])
+def test_a_second_derivative_is_of_the_reference_alone(impl):
+    q = torch.randn(1, 2, 5, 4, device=DEVICE, requires_grad=True)
+    (dq,) = torch.autograd.grad(mg.biased_attention(q, q, q, impl=impl).square().sum(), q, create_graph=True)
+    if impl == "reference":
+        assert torch.autograd.grad(dq.sum(), q)[0].any()
+        return
+    with pytest.raises(NotImplementedError, match=r"no second derivative.* use impl='reference'"):
+        dq.sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("impl", IMPLS)
 def test_several_by_vmap(impl):
@@ -321,7 +332,7 @@ def test_a_trace_is_of_the_reference_alone(impl):
     q, k = torch.randn(2, 1, 2, 5, 4, device=DEVICE)
     traced = torch.jit.trace(lambda q: mg.biased_attention(q, q, q, impl="reference"), q)
     torch.testing.assert_close(traced(k), mg.biased_attention(k, k, k, impl=impl))
-    with pytest.raises(NotImplementedError, match="torch.jit.trace sees nothing .* or impl='reference'"):
+    with pytest.raises(NotImplementedError, match=r"torch.jit.trace sees nothing .* or impl='reference'"):
         torch.jit.trace(lambda q: mg.biased_attention(q, q, q, impl=impl), q)
 
 
