@@ -153,7 +153,10 @@ def _check_parts(name: str, parts: list[Tensor]) -> None:
 
 def _check_count(name: str, count: int) -> None:
     if count == 0:
-        raise ValueError(f"{name} must have pairs, got an empty relation; a bias in which nobody attends is none")
+        raise ValueError(
+            f"{name} must have pairs, got an empty relation, in which nobody attends; list every node with itself, or "
+            "leave attention out (bias=None is no such bias: everybody attends to all)"
+        )
     if count > _MOST_PAIRS:
         raise ValueError(f"{name} must have at most {_MOST_PAIRS:,} pairs, got {count:,}; take fewer hops")
 

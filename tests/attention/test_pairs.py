@@ -295,7 +295,7 @@ BAD = {
     "twice": (lambda: BucketBias(with_lists([1, 1, 1]), TABLE), "got 1 before 1 in row 0"),
     "beyond": (lambda: BucketBias(with_lists([0, 4, 1]), TABLE), r"columns in 0\.\.3, got 0\.\.4"),
     "negative": (lambda: BucketBias(with_lists([-1, 2, 1]), TABLE), r"got -1\.\.2"),
-    "empty": (lambda: BucketBias(with_lists([], (0, 0, 0)), TABLE), "empty relation"),
+    "empty": (lambda: BucketBias(with_lists([], (0, 0, 0)), TABLE), "empty relation, in which nobody attends; list"),
     "no list": (lambda: BucketBias([], TABLE), "empty list"),
     "other starts": (lambda: BucketBias(with_lists([0, 2, 1], (0, 3, 2)), TABLE), "row starts that ascend"),
     "coo": (lambda: BucketBias(GOOD.to_sparse_coo(), TABLE), "got torch.sparse_coo"),
