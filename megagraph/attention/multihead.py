@@ -190,6 +190,11 @@ def sizes_of(module: nn.MultiheadAttention) -> dict[str, Any]:
         )
     if module.bias_k is not None or module.add_zero_attn:
         raise ValueError("add_bias_kv and add_zero_attn must be off, got a module with a key of its own")
+    if not isinstance(module.in_proj_weight, nn.Parameter):
+        raise ValueError(
+            "in_proj_weight must be a parameter, got one that is computed; replace the module first, and parametrize "
+            "what takes its place"
+        )
     names = ("embed_dim", "num_heads", "dropout")
     return {name: getattr(module, name) for name in names} | {"bias": module.in_proj_bias is not None}
 

@@ -195,7 +195,7 @@ def test_projections_with_some_of_the_heads(packed):
         half(given, mg.BucketBias(index, own), **options) for half, own in zip(halves, table.chunk(2), strict=True)
     ]
     close(sum(parts), module(given, mg.BucketBias(index, table), **options))
-    with pytest.raises(ValueError, match="bias must have .*, 2, 27, 27.*got .1, 4, 27, 27"):
+    with pytest.raises(ValueError, match=r"bias must have .*, 2, 27, 27.*got .1, 4, 27, 27"):
         halves[0](given, mg.BucketBias(index, table), **options)
 
 
@@ -224,6 +224,10 @@ def converted(**options):
     return lambda: mg.MultiheadAttention.from_multihead_attention(nn.MultiheadAttention(E, H, **options))
 
 
+def converted_with_norm(kind):
+    return lambda: kind.from_multihead_attention(nn.utils.parametrizations.spectral_norm(made()[0], "in_proj_weight"))
+
+
 BUCKETS = mg.BucketBias(torch.zeros(1, N, N, dtype=torch.uint8), torch.zeros(H, 5))
 BAD = {
     "weights": (call(need_weights=True), "need_weights must be False, got True"),
@@ -236,6 +240,11 @@ BAD = {
     "bias of other nodes": (call(torch.zeros(N + 1, N)), "bias must have shape"),
     "width of keys": (converted(kdim=16), "keys and values must be as wide as queries, 32, got 16 and 32"),
     "key of its own": (converted(add_bias_kv=True), "add_bias_kv and add_zero_attn must be off"),
+    "a computed weight": (
+        converted_with_norm(mg.MultiheadAttention),
+        "in_proj_weight must be a parameter, got one that",
+    ),
+    "a computed weight of a ring": (converted_with_norm(mg.BiasedRingAttention), "in_proj_weight must be a parameter"),
     "one sequence": (lambda: mg.BiasedRingAttention(E, H)(torch.zeros(N, E)), r"x must have shape \[B, S, E\], got"),
     "no heads": (lambda: mg.BiasedRingAttention(E, 0), "num_heads must be at least 1 and divide embed_dim = 32, got 0"),
     "negative heads": (lambda: mg.BiasedRingAttention(E, -4), "num_heads must be at least 1 .* got -4"),
