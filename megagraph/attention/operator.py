@@ -184,8 +184,7 @@ def is_watched(*tensors: Tensor | None) -> bool:
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or any(type(x) not in (Tensor, nn.Parameter, type(None)) for x in tensors)
-        or any(x is not None and (x.is_meta or torch._C._functorch.is_legacy_batchedtensor(x)) for x in tensors)
+        or any(x is not None and (type(x) not in (Tensor, nn.Parameter) or x.is_meta) for x in tensors)
     )
 
 
@@ -208,7 +207,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, *tensors, out, lse = saved = ctx.saved_tensors
         step, learned_grad = Step.join(ctx.values, iter(tensors)), ctx.needs_input_grad[4]
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        if is_watched(d_out, d_lse) or torch.is_grad_enabled():
+        several = any(torch._C._functorch.is_legacy_batchedtensor(x) for x in (d_out, d_lse) if x is not None)
+        if is_watched(d_out) or torch.is_grad_enabled() or several:
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
             _check_given(q, d_out, d_lse)
