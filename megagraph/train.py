@@ -308,7 +308,8 @@ def _make_pipeline(
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     if config.weights is not None and (state == "new" or config.weights.is_file()):
         model.to(config.parameter_dtype)
-        on_every_rank(partial(_start_from, model, config.weights))
+        read = on_every_rank(partial(_start_from, model, config.weights))
+        check_equal("the weights to start from", {"checksum": read})
     parameters = num_parameters(model)
     return make_pipeline(model, plan, mesh, device, config), parameters
 
@@ -347,8 +348,10 @@ def _write_configs(
     run.write_model_config(model_config)
 
 
-def _start_from(model: GraphTransformer, path: Path) -> None:
+def _start_from(model: GraphTransformer, path: Path) -> str:
+    """Fill in the weights of a file; its checksum."""
     fill(model, read_weights(path), path)
+    return files.checksum(path)
 
 
 def _out_of_memory(
