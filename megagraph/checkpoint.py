@@ -158,6 +158,17 @@ class Checkpoints:
             for reason in refused:
                 log.warning(f"{reason}; going on from {name}")
         folder = self.folder / name
+        on_rank_zero(lambda: self._check_continues(folder, manifest))  # paths may differ from machine to machine
+        try:
+            with _errors_of(folder):
+                dcp.load(dict(tensors), storage_reader=_Reader(folder, metadata), no_dist=not dist.is_initialized())
+        except OSError as error:
+            raise ValueError(f"{folder} does not fit this model: {error}") from error
+        self._newest = name
+        return folder, manifest["progress"]
+
+    def _check_continues(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Raise ValueError if a checkpoint is of other data or of another configuration."""
         if manifest["data"] != self._data:
             raise ValueError(
                 f"a resumed run needs the data it was started on: their fingerprint was {manifest['data']}, got "
@@ -169,13 +180,6 @@ class Checkpoints:
                     f"{folder} was written by a run whose {field} was {value!r}, got {self._config[field]!r}; "
                     "its config.json has been replaced"
                 )
-        try:
-            with _errors_of(folder):
-                dcp.load(dict(tensors), storage_reader=_Reader(folder, metadata), no_dist=not dist.is_initialized())
-        except OSError as error:
-            raise ValueError(f"{folder} does not fit this model: {error}") from error
-        self._newest = name
-        return folder, manifest["progress"]
 
     def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """On the CPU, in memory that the next save uses again."""

@@ -33,6 +33,7 @@ from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
     all_gather,
+    found_everywhere,
     on_rank_zero,
     rank,
     replicas_of,
@@ -256,7 +257,7 @@ class Epochs:
                 self._resume()
         except FileNotFoundError as error:
             weights = self.config.weights
-            if self.config.resume != AUTO or (weights is not None and not weights.is_file()):
+            if self.config.resume != AUTO or (weights is not None and not found_everywhere(weights)):
                 raise
             on_rank_zero(self.run_folder.begin_anew)
             if self.run_folder.writes:

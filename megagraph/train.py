@@ -43,6 +43,7 @@ from megagraph.parallel.failure import current_phase, is_out_of_memory, phase
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
+    found_everywhere,
     make_mesh,
     on_every_rank,
     on_one_process_first,
@@ -306,7 +307,7 @@ def _make_pipeline(
     mesh = make_mesh(plan, device)
     torch.manual_seed(config.seed)
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
-    if config.weights is not None and (state == "new" or config.weights.is_file()):
+    if config.weights is not None and (state == "new" or found_everywhere(config.weights)):
         model.to(config.parameter_dtype)
         read = on_every_rank(partial(_start_from, model, config.weights))
         check_equal("the weights to start from", {"checksum": read})

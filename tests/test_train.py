@@ -477,12 +477,15 @@ def test_every_rank_starts_from_the_same_weights(tmp_path):
     small = dict(layers=1, dim=16, heads=2, batching="cluster", sequence_nodes=128, batch_size=2)
     for seed in (0, 1):
         mg.Trainer(mg.TrainConfig(**small, max_steps=1, seed=seed, out=tmp_path / str(seed))).fit()
-    first, second = (tmp_path / name / "model.safetensors" for name in "01")
+    first, second, lost = (tmp_path / name / "model.safetensors" for name in "01x")
     flags = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", value)]
-    words = ("train", *flags, "--plan", "1,1,2", "--timeout", 60, "--out", tmp_path / "run")
+    words = ("train", *flags, "--plan", "1,1,2", "--timeout", 60, "--resume", "auto", "--out", tmp_path / "run")
 
     def start(steps, *weights):
         return processes.launch_each([(*words, "--max-steps", steps, "--weights", path) for path in weights])
 
     for done in start(1, first, second):
         assert done.returncode == 1 and "the weights to start from must be the same on every rank" in done.stderr
+    assert [done.returncode for done in start(1, first, first)] == [0, 0]
+    for done in start(2, first, lost):  # of a run that goes on the checkpoint has its own
+        assert done.returncode == 0, done.stderr

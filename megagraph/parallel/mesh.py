@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -171,6 +172,11 @@ def on_one_process_first(function: Callable[[], T]) -> T:
     goes_first = os.environ.get("LOCAL_RANK", str(rank())) == "0"
     result = on_every_rank(lambda: function() if goes_first else None)
     return on_every_rank(lambda: function() if result is None else result)
+
+
+def found_everywhere(path: Path) -> bool:
+    """Whether every rank has a file, which a machine may have lost; the same answer on all of them."""
+    return all(all_gather(on_every_rank(path.is_file)))
 
 
 def check_equal(what: str, values: dict[str, Any]) -> None:
