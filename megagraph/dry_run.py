@@ -14,14 +14,13 @@ from megagraph.config import TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import (
-    as_graph,
     batches,
-    choose_split,
     graph_facts,
     make_loader,
     make_model,
     model_config_of,
     num_parameters,
+    same_graph,
 )
 from megagraph.parallel.mesh import on_every_rank, on_one_process_first, on_rank_zero, process_group, world_size
 from megagraph.planner.fitting import fit
@@ -56,8 +55,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
             several = world_size() if world_size() > 1 else plan.world_size
             plan.check(**config.sizes_of_plan, world_size=several)
         device = on_every_rank(config.torch_device)
-        graph = on_one_process_first(lambda: as_graph(data, config))
-        split = on_every_rank(lambda: choose_split(graph, config))
+        graph, split = same_graph(data, config)
         started = time.perf_counter()
         builder = on_every_rank(lambda: batches(config, graph))
         preprocess_seconds = time.perf_counter() - started

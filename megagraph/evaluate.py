@@ -33,7 +33,7 @@ from megagraph.models.transformer import GraphTransformer
 from megagraph.objective import SOMETIMES, choose_metric, measures, of_the_majority, predicted, probabilities_of
 from megagraph.parallel.delivery import NodeLoader
 from megagraph.parallel.embedding import NodeTable
-from megagraph.parallel.mesh import sum_over_ranks
+from megagraph.parallel.mesh import check_equal, checksums, on_every_rank, on_one_process_first, sum_over_ranks
 from megagraph.parallel.pipeline import Pipeline, Stage
 from megagraph.planner.plan import Plan
 from megagraph.progress import Progress, log
@@ -114,6 +114,14 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
             "expected nodes with features, got none; add some, or pass --embedding learned or --degree-input"
         )
     return graph
+
+
+def same_graph(data: Any, config: TrainConfig) -> tuple[Graph, Split]:
+    """The graph and its split, on every rank; ValueError on all of them where they are not the same. Collective."""
+    graph = on_one_process_first(lambda: as_graph(data, config))
+    split = on_every_rank(lambda: choose_split(graph, config))
+    check_equal("the graph", checksums(graph) | checksums(split))
+    return graph, split
 
 
 def choose_split(graph: Graph, config: TrainConfig) -> Split:

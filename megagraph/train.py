@@ -5,14 +5,12 @@ from __future__ import annotations
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megagraph import auto, files, plots
@@ -25,16 +23,7 @@ from megagraph.data.ego import EgoBatches
 from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
-from megagraph.evaluate import (
-    as_graph,
-    batches,
-    choose_split,
-    graph_facts,
-    make_model,
-    model_config_of,
-    num_parameters,
-    unread,
-)
+from megagraph.evaluate import batches, graph_facts, make_model, model_config_of, num_parameters, same_graph, unread
 from megagraph.history import History
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
@@ -43,6 +32,7 @@ from megagraph.parallel.failure import current_phase, is_out_of_memory, phase
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
+    checksums,
     found_everywhere,
     make_mesh,
     on_every_rank,
@@ -218,9 +208,7 @@ class Trainer:
         stop: Stop,
     ) -> Summary:
         phase("data")
-        graph = on_one_process_first(lambda: as_graph(data, config))
-        split = on_every_rank(lambda: choose_split(graph, config))
-        check_equal("the graph", _checksums(graph) | _checksums(split))
+        graph, split = same_graph(data, config)
         phase("build")
         started = time.perf_counter()
         builder = on_every_rank(lambda: batches(config, graph))
@@ -234,7 +222,7 @@ class Trainer:
         model_config = model_config_of(config, graph, builder)
         # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
         contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
-        contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **_checksums(builder.coarsening)}
+        contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
         fingerprint = on_one_process_first(graph.fingerprint)
         facts = graph_facts(config, data, graph, split, fingerprint)
@@ -368,18 +356,6 @@ def _out_of_memory(
         f"--sequence-nodes (now {config.batch_size} and {config.sequence_nodes}), by more --microbatches in a pipeline "
         "or more cp in the plan, and by --plan auto --memory-gib, which predicts what fits"
     )
-
-
-def _checksums(arrays: Any) -> dict[str, int]:
-    """CRC-32 of every array of a dataclass; work that takes a while, and for one process is not needed."""
-    if world_size() == 1:
-        return {}
-    values = {field.name: getattr(arrays, field.name) for field in fields(arrays)}
-    return {
-        name: zlib.crc32(np.ascontiguousarray(value).data)
-        for name, value in values.items()
-        if isinstance(value, np.ndarray)
-    }
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

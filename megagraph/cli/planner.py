@@ -45,16 +45,16 @@ def profile(
 
     def job() -> None:
         from megagraph.auto import CACHE, measure, memory_bytes
-        from megagraph.evaluate import as_graph, batches, choose_split
-        from megagraph.parallel.mesh import on_every_rank, on_one_process_first, own_device, rank, world_size
+        from megagraph.evaluate import batches, same_graph
+        from megagraph.parallel.mesh import check_equal, on_every_rank, own_device, rank, world_size
         from megagraph.planner.cluster import Cluster, Nodes
         from megagraph.planner.rows import save_rows
 
+        check_equal("the configuration", config.shared_fields())
         device = own_device(config)
-        graph = on_one_process_first(lambda: as_graph(None, config))
+        graph, split = same_graph(None, config)
         builder = on_every_rank(lambda: batches(config, graph))
-        nodes = choose_split(graph, config).train
-        measured = measure(config, graph, builder, nodes, device, seconds=seconds, cache=CACHE if cache else None)
+        measured = measure(config, graph, builder, split.train, device, seconds=seconds, cache=CACHE if cache else None)
         memory = on_every_rank(lambda: memory_bytes(device))
         if rank() == 0:
             save_rows(rows, measured)
@@ -69,7 +69,7 @@ def profile(
             if not links:
                 print("communication was not measured: this is one process; start it with torchrun to measure links")
 
-    return Job(job)
+    return Job(job, config.timeout)
 
 
 def fit(

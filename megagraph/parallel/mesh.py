@@ -5,14 +5,17 @@ from __future__ import annotations
 import builtins
 import faulthandler
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -189,6 +192,18 @@ def check_equal(what: str, values: dict[str, Any]) -> None:
                     f"{what} must be the same on every rank, but {name} is {expected!r} on rank 0 "
                     f"and {others[name]!r} on rank {rank}"
                 )
+
+
+def checksums(arrays: Any) -> dict[str, int]:
+    """CRC-32 of every array of a dataclass; work that takes a while, and for one process is not needed."""
+    if world_size() == 1:
+        return {}
+    values = {field.name: getattr(arrays, field.name) for field in fields(arrays)}
+    return {
+        name: zlib.crc32(np.ascontiguousarray(value).data)
+        for name, value in values.items()
+        if isinstance(value, np.ndarray)
+    }
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from bench.provenance import RESULTS
 from bench.shapes import NUM_BUCKETS, NUM_CHANNELS
 from megagraph import auto
 from megagraph.cli import main
+from megagraph.cli.planner import profile as profile_command
 from megagraph.cli.planner import read_rows
 from megagraph.planner import profile as module
 from megagraph.planner.measure.clock import average
@@ -26,6 +27,7 @@ from megagraph.planner.measure.memory import memory_rows, observe_memory
 from megagraph.planner.profile import profile
 from megagraph.planner.rows import FIELDS, bench_rows, check_rows
 from tests.planner import synthetic
+from tests.processes import launch_each
 
 CONFIG = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=32, heads=4, bias_size=3)
 WORKLOAD = mg.planner.Workload(batch_sequences=4, num_nodes=24, num_super=2, num_targets=1)
@@ -292,3 +294,14 @@ def test_a_profile_measures_sequences_as_full_as_batches_are(bias):
     for wrong in (0.0, 1.1, float("nan")):
         with pytest.raises(ValueError, match="filled must be"):
             replace(WORKLOAD, filled=wrong)
+
+
+def test_ranks_measure_the_same(tmp_path):
+    out = ("--rows", tmp_path / "rows.json", "--cluster", tmp_path / "cluster.json")
+    words = ("profile", *out, "--seconds", 1, "--timeout", 30, "--seed")
+    for done in launch_each([(*words, seed) for seed in (0, 1)]):
+        assert done.returncode == 1 and "seed is 0 on rank 0 and 1 on rank 1" in done.stderr, done.stderr
+
+
+def test_a_profile_waits_no_longer_than_it_is_told():
+    assert profile_command(mg.TrainConfig(timeout=7.0)).timeout_seconds == 7.0
