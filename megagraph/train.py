@@ -32,6 +32,7 @@ from megagraph.parallel.failure import current_phase, is_out_of_memory, phase
 from megagraph.parallel.mesh import (
     all_gather,
     check_equal,
+    check_same_run,
     checksums,
     found_everywhere,
     make_mesh,
@@ -163,9 +164,9 @@ class Trainer:
         """
         config = self.config
         with process_group(config.timeout), Stop(config.limit_seconds) as stop:
+            check_same_run(config)
             if (again := on_rank_zero(partial(restarted, config))) is not None:
                 config = replace(config, resume=AUTO, out=again)
-            check_equal("the configuration", config.shared_fields())
             plan: Plan | None
             if config.plan != "auto":
                 plan = config.parallel_plan()
@@ -222,7 +223,7 @@ class Trainer:
         model_config = model_config_of(config, graph, builder)
         # all shapes and dtypes that ranks will send each other follow from these; nobody looks at them again
         contract = {"plan": plan, "model": model_config, "sequence_nodes": builder.sequence_nodes}
-        contract |= {"dtype": config.dtype, "torch": str(torch.__version__), **checksums(builder.coarsening)}
+        contract |= {"dtype": config.dtype, **checksums(builder.coarsening)}
         check_equal("what ranks hold and send", contract)
         fingerprint = on_one_process_first(graph.fingerprint)
         facts = graph_facts(config, data, graph, split, fingerprint)

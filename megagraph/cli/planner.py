@@ -46,11 +46,11 @@ def profile(
     def job() -> None:
         from megagraph.auto import CACHE, measure, memory_bytes
         from megagraph.evaluate import batches, same_graph
-        from megagraph.parallel.mesh import check_equal, on_every_rank, own_device, rank, world_size
+        from megagraph.parallel.mesh import check_same_run, on_every_rank, own_device, rank, world_size
         from megagraph.planner.cluster import Cluster, Nodes
         from megagraph.planner.rows import save_rows
 
-        check_equal("the configuration", config.shared_fields())
+        check_same_run(config)
         device = own_device(config)
         graph, split = same_graph(None, config)
         builder = on_every_rank(lambda: batches(config, graph))

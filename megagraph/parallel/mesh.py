@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from megagraph.config import TrainConfig
 from megagraph.flags import processes_here
 from megagraph.parallel import failure
 from megagraph.planner.plan import Plan
+from megagraph.provenance import program
 
 T = TypeVar("T")
 _starts = count()
@@ -185,13 +186,20 @@ def found_everywhere(path: Path) -> bool:
 def check_equal(what: str, values: dict[str, Any]) -> None:
     """Raise the same ValueError on every rank unless all ranks hold equal ``values``."""
     everyone = all_gather(values)
-    for name, expected in everyone[0].items():
+    for name in dict.fromkeys(chain(*everyone)):
+        expected = everyone[0].get(name)
         for rank, others in enumerate(everyone):
-            if others[name] != expected:
+            if others.get(name) != expected:
                 raise ValueError(
                     f"{what} must be the same on every rank, but {name} is {expected!r} on rank 0 "
-                    f"and {others[name]!r} on rank {rank}"
+                    f"and {others.get(name)!r} on rank {rank}"
                 )
+
+
+def check_same_run(config: TrainConfig) -> None:
+    """Raise the same ValueError on every rank unless all run the same program on the same configuration."""
+    check_equal("the program", program())
+    check_equal("the configuration", config.shared_fields())
 
 
 def checksums(arrays: Any) -> dict[str, int]:

@@ -30,7 +30,7 @@ from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_st
 from megagraph.evaluate import class_probabilities, make_loader, make_model
 from megagraph.objective import loss_sum, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
-from megagraph.parallel.mesh import check_equal, make_mesh, on_every_rank, on_rank_zero
+from megagraph.parallel.mesh import check_equal, check_same_run, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
 
 LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
@@ -336,6 +336,11 @@ def message_of(function: Callable) -> str:
     return "no error"
 
 
+def with_other_sources(digest: int) -> None:
+    with patch("megagraph.parallel.mesh.program", lambda: {"sources": digest}):
+        check_same_run(mg.TrainConfig())
+
+
 def fail_on(ranks: set[int], kind: type[Exception] = OSError) -> str:
     if dist.get_rank() in ranks:
         raise kind("the disk is full")
@@ -391,6 +396,10 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
             "different": lambda: message_of(
                 lambda: check_equal("the configuration", {"seed": 0, "layers": min(rank, 1)})
             ),
+            "other fields": lambda: message_of(
+                lambda: check_equal("the graph", {"features": 2} | ({} if rank == 0 else {"labels": 1}))
+            ),
+            "other program": lambda: message_of(partial(with_other_sources, min(rank, 1))),
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
             "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
             "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),

@@ -22,6 +22,14 @@ from tests.parallel.cases import BAD_PLANS
             "different",
             "ValueError: the configuration must be the same on every rank, but layers is 0 on rank 0 and 1 on rank 1",
         ),
+        (
+            "other fields",
+            "ValueError: the graph must be the same on every rank, but labels is None on rank 0 and 1 on rank 1",
+        ),
+        (
+            "other program",
+            "ValueError: the program must be the same on every rank, but sources is 0 on rank 0 and 1 on rank 1",
+        ),
         ("fails on the last", "OSError: rank 2: the disk is full"),
         ("fails everywhere", "OSError: the disk is full"),
         ("a plan fails", "ValueError: rank 0: the disk is full"),
