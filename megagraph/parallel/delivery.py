@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
-from megagraph.flags import processes_here
+from megagraph.parallel.mesh import ranks_of_nodes
 
 _MOST_TOLD = 1 << 13  # bytes that describe a batch, pickled
 _ALIGNED = 64  # bytes, where each tensor begins
@@ -30,13 +30,13 @@ def stages_of_node(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The ranks of this node that hold other stages of the same pipeline, by stage; ``None`` where there are none."""
     if mesh is None or mesh["pp"].size() == 1:
         return None
-    per_node = processes_here()
+    node_of = {rank: node for node, ranks in enumerate(ranks_of_nodes()) for rank in ranks}  # may be of unequal sizes
     of_stages = mesh.mesh.flatten(1).T.tolist()  # by pipeline and ring
     groups: list[list[int]] = []
     for ranks in of_stages:
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
-            by_node.setdefault(rank // per_node, []).append(rank)
+            by_node.setdefault(node_of[rank], []).append(rank)
         groups += [on_node for on_node in by_node.values() if len(on_node) > 1]
     made = {tuple(ranks): dist.new_group(ranks, backend="gloo") for ranks in groups}  # by all ranks, in one order
     own = dist.get_rank()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import faulthandler
 import os
+import socket
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,6 +177,14 @@ def on_one_process_first(function: Callable[[], T]) -> T:
     goes_first = os.environ.get("LOCAL_RANK", str(rank())) == "0"
     result = on_every_rank(lambda: function() if goes_first else None)
     return on_every_rank(lambda: function() if result is None else result)
+
+
+def ranks_of_nodes() -> list[list[int]]:
+    """Of every node of torchrun, or every host without it; the same on all ranks. Collective."""
+    nodes: dict[str, list[int]] = {}
+    for rank, node in enumerate(all_gather(os.environ.get("GROUP_RANK", socket.gethostname()))):
+        nodes.setdefault(node, []).append(rank)
+    return list(nodes.values())
 
 
 def found_everywhere(path: Path) -> bool:

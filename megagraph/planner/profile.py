@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megagraph.flags import processes_here
+from megagraph.flags import short
 from megagraph.models.config import ModelConfig
+from megagraph.parallel.mesh import ranks_of_nodes
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import fit
 from megagraph.planner.measure.computing import compute_rows, ring_rows
@@ -58,7 +59,19 @@ def profile(
         cache: folder of profiles by device, versions, model, workload and workers; ``None``: none is kept. Those that
             are older than ``EXPIRES`` or do not predict their own rows (``FIT_ERROR``) are not used again.
         kept_only: measure nothing; no rows where there is no profile.
+
+    Raises:
+        ValueError: nodes have unequal numbers of processes.
     """
+    nodes = ranks_of_nodes()
+    per_node = len(nodes[0])
+    if nodes != [list(range(first, first + per_node)) for first in range(0, len(nodes) * per_node, per_node)]:
+        if kept_only:
+            return []
+        raise ValueError(
+            f"a profile, and so --plan auto, needs as many ranks on every node, side by side, got {short(nodes)}; "
+            "start as many on each, or give the plan (--plan pp,cp,dp)"
+        )
     origin = provenance() | {
         "unit": "s",
         "device_type": device.type,
@@ -66,7 +79,7 @@ def profile(
         "dtype": workload.dtype,
         "workers": workers,
         "impl": "triton" if device.type == "cuda" else "blocked",
-        "ranks_per_node": processes_here(),
+        "ranks_per_node": per_node,
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "model": _as_read(config),
     }
@@ -78,7 +91,7 @@ def profile(
         return found[0]
     if kept_only:
         return []
-    rows = [row | origin for row in _measure(config, workload, device, batches, budget_seconds)]
+    rows = [row | origin for row in _measure(config, workload, device, batches, budget_seconds, per_node)]
     if dist.is_initialized():
         rows = [row | {"rank": dist.get_rank()} for row in rows]
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -92,14 +105,19 @@ def profile(
 
 
 def _measure(
-    config: ModelConfig, workload: Workload, device: torch.device, batches: Iterable[Any], budget_seconds: float
+    config: ModelConfig,
+    workload: Workload,
+    device: torch.device,
+    batches: Iterable[Any],
+    budget_seconds: float,
+    per_node: int,
 ) -> list[dict[str, Any]]:
     """The rows of this process."""
     until = time.perf_counter() + budget_seconds
     points = design(config, workload, device)
     rows = [
         observe_process(largest(points, config), device),  # first, as others leave freed memory behind
-        *communication_rows(device, _largest_message(config, workload), COMMUNICATION * budget_seconds),
+        *communication_rows(device, _largest_message(config, workload), COMMUNICATION * budget_seconds, per_node),
         *stall_rows(batches),
         *memory_rows(of_every_width(points), device),
     ]

@@ -32,6 +32,7 @@ from megagraph.objective import loss_sum, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, check_same_run, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
+from megagraph.planner.profile import profile
 
 LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
 BATCHINGS = ("ego", "cluster")
@@ -285,14 +286,20 @@ def layout_cases(world_size: int) -> dict[str, Callable]:
     return cases
 
 
-DELIVERED = {(2, 1, 1): 2, (3, 1, 1): 2, (2, 1, 2): 4, (2, 2, 1): 4}  # layouts, and processes of a node
+DELIVERED = {(2, 1, 1): [2], (3, 1, 1): [1, 2], (2, 1, 2): [4], (2, 2, 1): [4]}  # layouts, and processes of the nodes
+
+
+def nodes_of(sizes: list[int]) -> Any:
+    """As torchrun says of nodes of so many processes."""
+    node = int(np.searchsorted(np.cumsum(sizes), dist.get_rank(), side="right"))
+    return patch.dict(os.environ, GROUP_RANK=str(node), LOCAL_WORLD_SIZE=str(sizes[node]))
 
 
 def delivered(layout: tuple[int, int, int], batching: str) -> dict[str, Any]:
     """Batches of a whole epoch, and of one that is left early and gone on with, beside those that are built here."""
     plan = plan_of(layout)
     mesh, builder = mesh_of(plan.pp, plan.cp, plan.dp), builder_of(batching)
-    with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(DELIVERED[layout])):
+    with nodes_of(DELIVERED[layout]):
         group = stages_of_node(mesh)
     if group is None:
         return {"ranks": [dist.get_rank()]}
@@ -334,6 +341,13 @@ def message_of(function: Callable) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def profile_of_uneven_nodes() -> None:
+    config = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=32, heads=4, bias_size=3)
+    workload = mg.planner.Workload(batch_sequences=4, num_nodes=24, num_super=2, num_targets=1)
+    with nodes_of([2, 1]):
+        profile(config, workload, device=torch.device("cpu"), budget_seconds=1.0)
 
 
 def with_other_sources(digest: int) -> None:
@@ -400,6 +414,7 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
                 lambda: check_equal("the graph", {"features": 2} | ({} if rank == 0 else {"labels": 1}))
             ),
             "other program": lambda: message_of(partial(with_other_sources, min(rank, 1))),
+            "uneven nodes": lambda: message_of(profile_of_uneven_nodes) if world_size == 3 else "",
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
             "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
             "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),

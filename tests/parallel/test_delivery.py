@@ -8,10 +8,10 @@ import pytest
 from tests import ranks
 from tests.parallel.cases import BATCHINGS, DELIVERED, case_name
 
-# ranks of a group by (pp, dp, cp), of nodes of 2, 2, 4 and 4 processes; the last stage of three is alone on its node
+# ranks of a group by (pp, dp, cp), of nodes of 2, 1 and 2, 4 and 4 processes; of three stages the first is alone
 GROUPS = {
     (2, 1, 1): [[0, 1]] * 2,
-    (3, 1, 1): [[0, 1], [0, 1], [2]],
+    (3, 1, 1): [[0], [1, 2], [1, 2]],
     (2, 1, 2): [[0, 2], [1, 3]] * 2,
     (2, 2, 1): [[0, 2], [1, 3]] * 2,
 }

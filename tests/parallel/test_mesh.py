@@ -30,6 +30,11 @@ from tests.parallel.cases import BAD_PLANS
             "other program",
             "ValueError: the program must be the same on every rank, but sources is 0 on rank 0 and 1 on rank 1",
         ),
+        (
+            "uneven nodes",
+            "ValueError: a profile, and so --plan auto, needs as many ranks on every node, side by side, got "
+            "[[0, 1], [2]]; start as many on each, or give the plan (--plan pp,cp,dp)",
+        ),
         ("fails on the last", "OSError: rank 2: the disk is full"),
         ("fails everywhere", "OSError: the disk is full"),
         ("a plan fails", "ValueError: rank 0: the disk is full"),

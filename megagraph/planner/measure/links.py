@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.exchange import make_exchange
-from megagraph.flags import processes_here
 from megagraph.planner.measure.clock import average
 
 WORK = 512  # rows and columns of the matrices that ranks multiply before a message: some ms of a core
@@ -29,7 +28,9 @@ def stall_rows(batches: Iterable[Any]) -> list[dict[str, Any]]:
     return [{"kind": "stall", **average(samples[1:])}] if len(samples) > 1 else []
 
 
-def communication_rows(device: torch.device, largest: float, budget_seconds: float) -> list[dict[str, Any]]:
+def communication_rows(
+    device: torch.device, largest: float, budget_seconds: float, per_node: int
+) -> list[dict[str, Any]]:
     """Messages from one rank to another; of all ranks, or those of a node, to the next one, as in a ring; sums of
     these; nothing for one process.
 
@@ -37,11 +38,11 @@ def communication_rows(device: torch.device, largest: float, budget_seconds: flo
 
     Args:
         largest: bytes of the largest message that a plan may send; of 1 KiB to 4 MiB no size above twice that.
+        per_node: ranks of a node, as many on each, side by side.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return []
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    per_node = processes_here()
     peers = {"node": 1} if per_node > 1 else {}
     groups = {"node": per_node} if per_node > 1 else {}
     if per_node < ranks:
