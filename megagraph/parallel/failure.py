@@ -126,7 +126,8 @@ class Watch:
             self.store.set(f"phase/{self.rank}", f"{self._entered} {self._phase}")
 
     def note(self, error: BaseException) -> None:
-        self.store.compare_set(CAUSE, "", self._describe(error))
+        with suppress(RuntimeError):  # no store: this rank says it alone
+            self.store.compare_set(CAUSE, "", self._describe(error))
 
     def report(self, error: BaseException) -> None:
         """Tell the others of an error of the main thread, and print the first cause."""
@@ -146,6 +147,8 @@ class Watch:
                 signal.signal(number, handler)
         self._wake.send(b"\0")
         self._thread.join()
+        for end in (self._wake, self._signals):
+            end.close()
 
     def _listen(self) -> None:
         told = False
@@ -219,7 +222,13 @@ class Watch:
                 self.store.compare_set(CAUSE, "", self._diagnose(error))
             return self.store.get(CAUSE).decode()
         except RuntimeError as lost:
-            return self._describe(lost if error is None else error)
+            return self._without_store(lost if error is None else error)
+
+    def _without_store(self, error: BaseException) -> str:
+        """The cause that this rank can tell alone."""
+        if os.getppid() == self._launcher and is_of_a_peer(error):
+            return "the machine of rank 0, which has the store, does not answer"
+        return self._describe(error)
 
     def _diagnose(self, error: BaseException | None) -> str:
         """Which ranks are to blame where none has an error but that of a lost peer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bench.failures import case, compile_loops
 from megagraph import checkpoint
-from megagraph.parallel.failure import is_of_a_peer
+from megagraph.parallel.failure import Watch, is_of_a_peer
 
 UNANSWERED = r"rank 1 does not answer \(killed, stopped or cut off\), last seen in "
 CASES = {
@@ -49,6 +50,19 @@ def test_the_rank_whose_disk_is_full_names_its_error(own, monkeypatch, tmp_path)
         raise CheckpointException("save", {0: (full, None)})
     assert is_of_a_peer(caught.value) == (own == 1)
     assert own == 1 or caught.value.__cause__ is full
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (dist.DistBackendError("gone"), "the machine of rank 0, which has the store, does not answer"),
+        (ValueError("own"), "rank 1 in the beginning: ValueError: own"),
+    ],
+)
+def test_without_the_store_only_an_own_error_is_a_first_cause(error, cause, capsys):
+    lost = Mock(**{f"{name}.side_effect": dist.DistNetworkError("reset") for name in ("set", "check", "compare_set")})
+    Watch(lost, 1, 2).report(error)
+    assert capsys.readouterr().err == f"megagraph: rank 1 leaves, first cause: {cause}\n"
 
 
 def test_an_error_of_a_peer_is_told_from_an_own_one():
