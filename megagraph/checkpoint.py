@@ -1,7 +1,7 @@
 """Checkpoints: all that the next step of a run depends on, so that a run may stop at any moment and go on elsewhere.
 
 RUN/checkpoints/latest          name of the checkpoint to go on from
-                step-000123/    begun.json             whose it is, before anything else is written
+                step-000123/    begun.json             whose it is and of which save, before anything else is written
                                 *.distcp               parameters and optimizer state (torch.distributed.checkpoint)
                                 metadata.json          which tensor lies where in them
                                 copies of files of the run, as they were at that step
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -199,28 +200,35 @@ class Checkpoints:
     ) -> None:
         folder, started = self.folder / name, time.perf_counter()
 
-        def start() -> None:
+        def start() -> str:
             self._remove(folder)  # of a save that was killed, or one that load refused
             if folder.exists() and any(_is_ours(path.name) or path.name == ".metadata" for path in folder.iterdir()):
                 aside = next(path for i in count(1) if not (path := folder.with_name(f"{name}-aside-{i}")).exists())
                 folder.rename(aside)
                 log.warning(f"{folder} was not written by this run, it is now {aside}")
             folder.mkdir(parents=True, exist_ok=True)
-            files.write_json(folder / "begun.json", {"run": self._run})
+            save = uuid.uuid4().hex
+            files.write_json(folder / "begun.json", {"run": self._run, "save": save})
             for file_name, (file, size) in opened.items():
                 file.seek(0)
                 with files.replacing(folder / file_name) as copy:
                     for first in range(0, size, files.CHUNK_BYTES):
                         copy.write(file.read(min(files.CHUNK_BYTES, size - first)))
+            return save
 
         def look() -> None:
-            if not folder.is_dir():
+            if _begun(folder) != save:  # a copy of the run may have such a folder, too
                 raise FileNotFoundError(
                     f"{folder}, made by rank 0, is not there; put the run on a file system that all share"
                 )
             check_finite(tensors)
 
         def commit() -> None:
+            written = {place.relative_path for place in _metadata_of(folder).storage_data.values()}
+            if lost := sorted(written - checksums.keys()):
+                raise FileNotFoundError(
+                    f"{folder} lacks {', '.join(lost)} of other ranks; put the run on a file system that all share"
+                )
             content = {"run": self._run, "data": self._data, "config": self._config}
             content |= {"progress": progress, "files": checksums}
             manifest = json.dumps(content, indent=2)
@@ -237,7 +245,7 @@ class Checkpoints:
         with ExitStack() as stack:
             for file, _ in opened.values():
                 stack.enter_context(file)
-            on_rank_zero(start, self._group)
+            save = on_rank_zero(start, self._group)
             on_every_rank(look, self._group)
         with _errors_of(folder):
             dcp.save(
@@ -366,6 +374,13 @@ def _errors_of(folder: Path) -> Iterator[None]:
         failed, (cause, _) = min(error.failures.items())
         own = cause if rank() in error.failures else dist.DistError("a peer could not")  # which names itself
         raise OSError(f"{folder} (rank {failed}): {cause}") from own
+
+
+def _begun(folder: Path) -> str | None:
+    """Which save has begun here."""
+    with suppress(OSError, ValueError):
+        return files.read_json(folder / "begun.json", "a checkpoint").get("save")
+    return None
 
 
 def _is_ours(name: str) -> bool:

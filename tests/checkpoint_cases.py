@@ -15,11 +15,13 @@ from unittest.mock import patch
 import torch
 
 import megagraph as mg
-from megagraph import epochs
+from megagraph import epochs, files
 from megagraph.checkpoint import Checkpoints
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
+from megagraph.parallel.mesh import rank
 from megagraph.run import Run
+from tests.parallel.cases import message_of
 
 STOPS = (3, 8)  # steps; in the first epoch and in the second
 EPOCHS = 2  # of runs that stop there
@@ -124,7 +126,19 @@ def checkpoint_cases(world_size: int, folder: str) -> dict[str, Callable]:
         for (processes, embedding), plans in CHAINS.items()
         if processes == world_size
     }
+    if world_size == 2:
+        cases["not shared"] = partial(not_shared, Path(folder) / "own")
     return cases | ({"resume same plan": partial(same_plan, Path(folder) / "same")} if world_size == 4 else {})
+
+
+def not_shared(folder: Path) -> str:
+    """Each rank has a disk of its own, and there a copy of the run."""
+    own = folder / str(rank())
+    (own / "step-000001").mkdir(parents=True)
+    files.write_json(own / "step-000001" / "begun.json", {"run": ""})
+    checkpoints = Checkpoints(own)
+    checkpoints.save(1, small_state(), {})
+    return message_of(checkpoints.wait)
 
 
 def small_state(value: float = 0.0) -> dict[str, torch.Tensor]:

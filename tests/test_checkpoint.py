@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.torch_version import TorchVersion
 
@@ -335,6 +336,22 @@ def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
     _, expected = uninterrupted(tmp_path, embedding=embedding, epochs=EPOCHS)
     result = ranks.results(world_size)[0]
     assert_same_results(result[f"resume {embedding}"], expected)
+
+
+def test_ranks_that_do_not_share_the_folder_are_told_before_they_write():
+    for result in ranks.results(2):
+        assert re.match(r"FileNotFoundError: rank 1: .*step-000001, made by rank 0, is not there", result["not shared"])
+
+
+def test_no_checkpoint_without_a_file_of_another_rank(tmp_path, monkeypatch):
+    def save(*arguments, **keywords):
+        real(*arguments, **keywords)
+        (tmp_path / "checkpoints" / "step-000001" / "__0_0.distcp").unlink()  # as where it is on another disk
+
+    real = dcp.save
+    monkeypatch.setattr(dcp, "save", save)
+    with pytest.raises(FileNotFoundError, match=r"lacks __0_0\.distcp of other ranks; put the run on a file system"):
+        saved(tmp_path, steps=(1,))
 
 
 @pytest.mark.slow
