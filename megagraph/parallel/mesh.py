@@ -6,6 +6,8 @@ import builtins
 import faulthandler
 import os
 import socket
+import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +34,7 @@ from megagraph.provenance import program
 
 T = TypeVar("T")
 _starts = count()
+MEET_SECONDS = 0.02  # between two looks
 
 
 def world_size() -> int:
@@ -68,7 +71,7 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, size = _rendezvous()
     # a group that finds the addresses of an earlier one in the store waits for sockets that are closed
-    prefix = f"megagraph/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_starts)}"
+    prefix = f"megagraph/{meet(dist.PrefixStore(f'megagraph/{next(_starts)}', store), rank, size, timeout_seconds)}"
     own_connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     watch = failure.Watch(dist.PrefixStore(f"{prefix}/watch", own_connection), rank, size)
     default_timeout, distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_timeout, timeout
@@ -95,6 +98,32 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
     faulthandler.cancel_dump_traceback_later()
     if leaving is not None:
         raise leaving
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
+    """A name of this start, the same on all its ranks and on none of an earlier one, of which the store is full.
+
+    Restarts are counted by each node for itself. So every rank shows a name of its own, rank 0 answers each that it
+    sees with its own name, and is done when all ranks have read that. Those before cannot: they have ended by then.
+    """
+    own, until = uuid.uuid4().hex, time.monotonic() + timeout_seconds
+    others, answered = range(1, size), set[bytes]()
+    if rank > 0:
+        store.set(f"rank/{rank}", own)
+    while time.monotonic() < until:
+        if rank > 0 and store.check([own]):
+            name = store.get(own).decode()
+            store.set(f"{name}/{rank}", "1")
+            return name
+        if rank == 0:
+            for key in (f"rank/{other}" for other in others):
+                if store.check([key]) and (seen := store.get(key)) not in answered:
+                    store.set(seen.decode(), own)
+                    answered.add(seen)
+            if store.check([f"{own}/{other}" for other in others]):
+                return own
+        time.sleep(MEET_SECONDS)
+    raise TimeoutError(f"rank {rank} has not met all of {size} ranks in {timeout_seconds:g} s (--timeout)")
 
 
 def choose_backend() -> str:

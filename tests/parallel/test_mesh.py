@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,6 +68,21 @@ def test_gpus_that_processes_share_need_gloo(monkeypatch, gpus, processes, backe
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert mesh.choose_backend() == backend
+
+
+def test_ranks_of_one_start_meet_whatever_earlier_ones_have_left():
+    """As after a restart that each node counts for itself, with the last rank late."""
+    store = dist.HashStore()
+
+    def start(rank):
+        time.sleep(0.2 * (rank == 2))
+        return mesh.meet(store, rank, 3, 20.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second = (set(pool.map(start, range(3))) for _ in range(2))
+    assert len(first) == len(second) == 1 and first != second
+    with pytest.raises(TimeoutError, match=r"rank 1 has not met all of 3 ranks in 0\.1 s"):
+        mesh.meet(store, 1, 3, 0.1)
 
 
 def test_a_group_of_gpus_alone_is_refused():
