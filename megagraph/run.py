@@ -24,7 +24,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -71,8 +71,11 @@ class Run:
         self._lock = lock
 
     @classmethod
-    def enter(cls, config: TrainConfig) -> tuple[Run, State]:
+    def enter(cls, config: TrainConfig, launches: Iterable[str | None] | None = None) -> tuple[Run, State]:
         """Take the folder of a run for this process: a new one, or one to go on with as ``config.resume`` says.
+
+        Args:
+            launches: of all its processes, another on every node but with --rdzv-id; default this one's.
 
         Returns:
             the run and whether it is new, to be gone on with, or finished, in which case it is not locked.
@@ -84,7 +87,7 @@ class Run:
             ValueError: a file of the run is damaged, or ``config`` is not one that goes on with it.
             OSError: the folder cannot be written.
         """
-        folder = _folder(config)
+        folder, launched = _folder(config), {"launches": sorted(filter(None, {*(launches or [launch()])}))}
         fresh = not folder.exists()
         if config.resume not in (None, AUTO) and not (folder / "run.json").is_file():
             raise FileNotFoundError(
@@ -104,13 +107,13 @@ class Run:
             cls._check_ours(folder, config)  # anew: another process may just have made a run of it
             if not (folder / "run.json").exists():
                 id = uuid.uuid4().hex
-                values = {"kind": "run", "id": id, "made": time.strftime("%Y-%m-%d %H:%M:%S"), "launch": launch()}
-                files.write_json(folder / "run.json", values)
+                values = {"kind": "run", "id": id, "made": time.strftime("%Y-%m-%d %H:%M:%S")}
+                files.write_json(folder / "run.json", values | launched)
                 return cls(folder, id=id, lock=lock), "new"
             run = cls(folder, id=_marker(folder)["id"], lock=lock)
             state = run.state
             if state == "new":
-                files.write_json(folder / "run.json", _marker(folder) | {"launch": launch()})
+                files.write_json(folder / "run.json", _marker(folder) | launched)
                 return run, "new"
             run.changes = config.check_continues(run.config)
             longer = {"epochs", "max_steps"} & run.changes.keys()
@@ -123,7 +126,7 @@ class Run:
                     "of weights, and this one cannot go on with it; train anew with another --out"
                 )
             (folder / "summary.json").unlink(missing_ok=True)
-            files.write_json(folder / "run.json", _marker(folder) | {"launch": launch()})
+            files.write_json(folder / "run.json", _marker(folder) | launched)
             return run, "started"
         except BaseException:
             lock.release()
@@ -399,11 +402,17 @@ def launch() -> str | None:
     return f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.0f}"
 
 
-def restarted(config: TrainConfig) -> Path | None:
-    """The folder to go on with where torchrun has started these processes again, as ones that had begun it failed."""
+def is_restart() -> bool:
+    """Whether torchrun has started this process in place of one that failed on this node; others may not know."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def restarted(config: TrainConfig, launches: Iterable[str | None]) -> Path | None:
+    """The folder to go on with where one of these launches has begun it, in processes that failed since."""
     folder = _folder(config)
-    again = config.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return folder if again and (folder / "run.json").is_file() and _marker(folder)["launch"] == launch() else None
+    if config.resume is not None or not (folder / "run.json").is_file():
+        return None
+    return None if set(launches).isdisjoint(_marker(folder).get("launches", ())) else folder
 
 
 def _folder(config: TrainConfig) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from megagraph.parallel.stop import Stop
 from megagraph.planner.plan import Plan
 from megagraph.progress import log
 from megagraph.provenance import start_of_run
-from megagraph.run import Run, State, restarted
+from megagraph.run import Run, State, is_restart, launch, restarted
 from megagraph.weights import fill, read_weights
 
 
@@ -165,7 +165,8 @@ class Trainer:
         config = self.config
         with process_group(config.timeout), Stop(config.limit_seconds) as stop:
             check_same_run(config)
-            if (again := on_rank_zero(partial(restarted, config))) is not None:
+            launches, restarts = zip(*all_gather((launch(), is_restart())), strict=True)
+            if any(restarts) and (again := on_rank_zero(lambda: restarted(config, launches))) is not None:
                 config = replace(config, resume=AUTO, out=again)
             plan: Plan | None
             if config.plan != "auto":
@@ -180,7 +181,7 @@ class Trainer:
             device = own_device(config)
             if config.cuda_graphs and device.type != "cuda":
                 raise ValueError(f"cuda_graphs is for a GPU, got device {device}; leave it out")
-            run, state = _enter(config)
+            run, state = _enter(config, launches)
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))
             if config.tensorboard:
@@ -304,12 +305,12 @@ def _make_pipeline(
     return make_pipeline(model, plan, mesh, device, config), parameters
 
 
-def _enter(config: TrainConfig) -> tuple[Run, State]:
+def _enter(config: TrainConfig, launches: Sequence[str | None]) -> tuple[Run, State]:
     """The run folder, locked by rank 0, which alone writes there."""
     own: list[Run] = []
 
     def enter() -> tuple[Path, str, State]:
-        run, state = Run.enter(config)
+        run, state = Run.enter(config, launches)
         own.append(run)
         return run.folder, run.id, state
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import megagraph as mg
 from megagraph import epochs, files
 from megagraph.data.store import write_store
 from megagraph.lock import Lock
-from megagraph.run import Run
+from megagraph.run import Run, restarted
 from tests.checkpoint_cases import config, graph, outcome, stop_at
 from tests.processes import Command
 
@@ -118,6 +119,15 @@ def test_under_torchrun_a_folder_without_a_name_is_that_of_the_launch(tmp_path, 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-8")  # not its own run
     with pytest.raises(FileExistsError, match="holds a run already"):
         mg.Trainer(config(run)).fit(graph())
+
+
+def test_a_restart_is_known_by_any_of_its_nodes(tmp_path):
+    """Another may have become rank 0 since, and each has its own torchrun, and counts its restarts alone."""
+    out = mg.TrainConfig(out=tmp_path / "run")
+    with Run.enter(out, ["first", "second"])[0].kept():
+        assert restarted(out, ["second", "new"]) == tmp_path / "run"
+        assert restarted(out, ["new", None]) is None
+        assert restarted(replace(out, resume="auto"), ["second"]) is None
 
 
 @pytest.fixture(scope="module")
