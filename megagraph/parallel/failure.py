@@ -93,11 +93,13 @@ class Watch:
 
     Args:
         store: of all ranks, for nothing else; used from two threads, so not one that a group blocks.
+        timeout_seconds: how long the store may take to answer.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
         self.store, self.rank, self.world_size = store, rank, world_size
         self._entered = 0
+        self._looks, self._timeout = 0, timeout_seconds
         self._step: int | None = None
         self._raised, self._closed = threading.Event(), False
         self._main = threading.current_thread()
@@ -115,6 +117,7 @@ class Watch:
             self._old_fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="megagraph-watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="megagraph-guard", daemon=True).start()
         global _watch
         _watch = self
 
@@ -153,6 +156,7 @@ class Watch:
     def _listen(self) -> None:
         told = False
         while not told and not self._closed:
+            self._looks += 1
             readable, _, _ = select.select([self._signals], [], [], POLL_SECONDS)
             heard = self._signals.recv(4096) if readable else b""
             told = any(self._hear(number) for number in SIGNALS if number in heard)
@@ -162,9 +166,18 @@ class Watch:
         frame = sys._current_frames()[self._main.ident or 0]
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
         self._print(self._agree(place, None))
-        for child in multiprocessing.active_children():
-            child.kill()
-        os._exit(1)  # the main thread may wait for ever
+        _end()
+
+    def _guard(self) -> None:
+        """End a process that is cut off: its store gives neither an answer nor an error, in whatever thread it asks."""
+        most = (self._timeout + GRACE_SECONDS + ANSWER_SECONDS) / POLL_SECONDS
+        seen, waited = -1, 0  # counted, as a clock goes on while a process is stopped
+        while self._thread.is_alive():
+            time.sleep(POLL_SECONDS)
+            seen, waited = self._looks, waited + 1 if self._looks == seen else 0
+            if waited > most:
+                self._print("the store does not answer, this machine or that of rank 0 is cut off")
+                _end()
 
     def _hear(self, number: int) -> bool:
         """Take a signal; whether it is the end."""
@@ -258,6 +271,13 @@ class Watch:
 
     def _print(self, cause: str) -> None:
         print(f"megagraph: rank {self.rank} leaves, first cause: {cause}", file=sys.stderr, flush=True)
+
+
+def _end() -> None:
+    """Leave at once, as the main thread may wait for ever."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
 
 
 def _in_child() -> None:

@@ -73,7 +73,7 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
     # a group that finds the addresses of an earlier one in the store waits for sockets that are closed
     prefix = f"megagraph/{meet(dist.PrefixStore(f'megagraph/{next(_starts)}', store), rank, size, timeout_seconds)}"
     own_connection = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-    watch = failure.Watch(dist.PrefixStore(f"{prefix}/watch", own_connection), rank, size)
+    watch = failure.Watch(dist.PrefixStore(f"{prefix}/watch", own_connection), rank, size, timeout_seconds)
     default_timeout, distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_timeout, timeout
     store.set_timeout(timeout)
     leaving: SystemExit | None = None  # of all ranks, in order

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -12,7 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bench.failures import case, compile_loops
 from megagraph import checkpoint
+from megagraph.parallel import failure
 from megagraph.parallel.failure import Watch, is_of_a_peer
+from tests.processes import CONTEXT
 
 UNANSWERED = r"rank 1 does not answer \(killed, stopped or cut off\), last seen in "
 CASES = {
@@ -61,8 +65,26 @@ def test_the_rank_whose_disk_is_full_names_its_error(own, monkeypatch, tmp_path)
 )
 def test_without_the_store_only_an_own_error_is_a_first_cause(error, cause, capsys):
     lost = Mock(**{f"{name}.side_effect": dist.DistNetworkError("reset") for name in ("set", "check", "compare_set")})
-    Watch(lost, 1, 2).report(error)
+    Watch(lost, 1, 2, 30.0).report(error)
     assert capsys.readouterr().err == f"megagraph: rank 1 leaves, first cause: {cause}\n"
+
+
+def cut_off(output):
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+    failure.GRACE_SECONDS = failure.ANSWER_SECONDS = 0.0
+    Watch(Mock(check=lambda _: time.sleep(1000)), 1, 2, 0.5)
+    time.sleep(1000)
+
+
+def test_a_rank_that_is_cut_off_ends(tmp_path):
+    process = CONTEXT.Process(target=cut_off, args=(tmp_path / "stderr",))
+    process.start()
+    process.join(30)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    assert code == 1
+    assert "rank 1 leaves, first cause: the store does not answer" in (tmp_path / "stderr").read_text()
 
 
 def test_an_error_of_a_peer_is_told_from_an_own_one():
