@@ -54,11 +54,6 @@ def start_of_run(on: torch.device) -> dict[str, Any]:
     return provenance(on) | {"megagraph": megagraph.__version__, **command}
 
 
-def program() -> dict[str, str]:
-    """What processes that send each other tensors must have in common."""
-    return {"megagraph": megagraph.__version__, "sources": _tree(), "torch": str(torch.__version__)}
-
-
 @cache
 def _tree() -> str:
     """Of the package's own files: commits may get other names, these stay."""

@@ -30,7 +30,7 @@ from megagraph.config import TrainConfig
 from megagraph.flags import processes_here
 from megagraph.parallel import failure
 from megagraph.planner.plan import Plan
-from megagraph.provenance import program
+from megagraph.provenance import provenance
 
 T = TypeVar("T")
 _starts = count()
@@ -236,7 +236,8 @@ def check_equal(what: str, values: dict[str, Any]) -> None:
 
 def check_same_run(config: TrainConfig) -> None:
     """Raise the same ValueError on every rank unless all run the same program on the same configuration."""
-    check_equal("the program", program())
+    here = provenance(torch.device("cpu"))
+    check_equal("the program", {"sources": here["tree"], "torch": str(here["torch"])})
     check_equal("the configuration", config.shared_fields())
 
 

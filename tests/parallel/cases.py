@@ -351,7 +351,7 @@ def profile_of_uneven_nodes() -> None:
 
 
 def with_other_sources(digest: int) -> None:
-    with patch("megagraph.parallel.mesh.program", lambda: {"sources": digest}):
+    with patch("megagraph.parallel.mesh.provenance", lambda on: {"tree": digest, "torch": ""}):
         check_same_run(mg.TrainConfig())
 
 
