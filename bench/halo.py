@@ -113,15 +113,13 @@ class Counted:
 
 def bias_of(batch: Batch) -> list[torch.Tensor]:
     data = batch.structure
-    if not isinstance(data, BorderedData):
-        return [data]
-    return [data.index, data.super_columns, data.super_rows, *data.relation.lists.values()]
+    return data.tensors if isinstance(data, BorderedData) else [data]
 
 
 def first_step(trained: tuple, batch: Batch, keys: torch.Tensor) -> tuple[float, dict[str, int]]:
     """The loss, and bytes of a step."""
     kept: dict[int, int] = {}
-    there = (*trained[0].parameters(), *batch.memory(), *bias_of(batch))
+    there = (*trained[0].parameters(), *batch.memory())
     given = {x.untyped_storage().data_ptr() for x in there}
 
     def pack(x: torch.Tensor) -> torch.Tensor:

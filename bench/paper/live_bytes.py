@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.halo import bias_of
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.graph import Graph
@@ -117,4 +116,4 @@ class Rank:
 
     def given(self) -> list[torch.Tensor]:
         """The tensors of the batch."""
-        return [*self.batch.memory(), *bias_of(self.batch)]
+        return self.batch.memory()
