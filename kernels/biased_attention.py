@@ -183,9 +183,6 @@ def launch_step_bwd(
     q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of: DeltaOf | None = None
 ) -> None:
     """One visiting block's gradients, with delta made first if ``of`` says of what; two calls give the same bits."""
-    if not q.numel() or not any(length for _, _, length in step.segments):
-        gradients.of_no_keys()
-        return
     partials = _launch_bwd(q, k, v, step, gradients, of)
     if partials is not None:
         sum_partials(partials, gradients)

@@ -112,7 +112,7 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
         given: list[Tensor] = []
         pointers: list[int] = []
         for x in _fields(arguments):
-            if type(x) in _VALUES:
+            if x is None or type(x) in _VALUES:
                 keys.append(x)
             elif isinstance(x, Tensor):
                 pointer, dtype = x.data_ptr(), x.dtype

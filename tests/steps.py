@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megagraph.attention.engines import ENGINES
-from megagraph.attention.operator import learned_gradient
+from megagraph.attention.operator import attention_step_, attention_step_backward_, learned_gradient
 from megagraph.attention.step import Gradients, State, Step
 from tests.problems import DEVICE, Problem
 
@@ -30,7 +29,6 @@ def run_steps(
     D = q.shape[3]
     dtype = torch.promote_types(q.dtype, torch.float32)
     steps = steps or one_step(k.shape[2])
-    engine = ENGINES[name]
     step = Step(
         engine=name,
         short=False,
@@ -48,11 +46,12 @@ def run_steps(
         **({} if bias is None or bias.relation is None else bias.relation.lists),
     )
     out, (m, l, lse) = torch.empty_like(q), (torch.empty(q.shape[:3], dtype=dtype, device=DEVICE) for _ in range(3))
-    state = State(first=False, last=False, m=m, l=l, acc=torch.empty_like(q, dtype=dtype), out=out, lse=lse)
+    acc = torch.empty(q.shape, dtype=dtype, device=DEVICE)
+    state = State(first=False, last=False, m=m, l=l, acc=acc, out=out, lse=lse)
     for i, (columns, segments) in enumerate(steps):
         kv = (x if len(steps) == 1 else x[:, :, columns] for x in (k, v))
         now = state.at(first=i == 0, last=i == len(steps) - 1)
-        engine.forward(replace(step, segments=segments), q, *kv, now)
+        attention_step_(q, *kv, *replace(step, segments=segments).flat(), *now.flat())
 
     accumulate = len(steps) > 1
     dq, dk, dv = (_room(x, dtype, accumulate) for x in (q, k, v))
@@ -77,7 +76,7 @@ def run_steps(
         if accumulate:
             dk_block, dv_block = (torch.zeros_like(x, dtype=dtype) for x in (k_block, v_block))
             of_block = replace(sums, dk=dk_block, dv=dv_block)
-        engine.backward(replace(step, segments=segments), q, k_block, v_block, of_block)
+        attention_step_backward_(q, k_block, v_block, *replace(step, segments=segments).flat(), *of_block.flat())
         if accumulate:
             dk[:, :, columns] += of_block.dk
             dv[:, :, columns] += of_block.dv

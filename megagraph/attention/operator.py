@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor as is_batch  # of autograd.grad(is_grads_batched=True)
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -158,8 +159,7 @@ def products_are_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# torch.compiler.assume_constant_result, whose import takes seconds: dynamo cannot read it, and looks itself whether it
-# has changed
+# as torch.compiler.assume_constant_result, whose import takes seconds; dynamo looks itself whether it has changed
 products_are_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -184,7 +184,7 @@ def is_watched(*tensors: Tensor | None) -> bool:
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
-        or any(x is not None and (type(x) not in (Tensor, nn.Parameter) or x.is_meta) for x in tensors)
+        or any(x is not None and (type(x) not in (Tensor, nn.Parameter) or x.is_meta or is_batch(x)) for x in tensors)
     )
 
 
@@ -207,8 +207,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *tensors, out, lse = saved = ctx.saved_tensors
         step, learned_grad = Step.join(ctx.values, iter(tensors)), ctx.needs_input_grad[4]
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        several = any(torch._C._functorch.is_legacy_batchedtensor(x) for x in (d_out, d_lse) if x is not None)
-        if is_watched(d_out) or torch.is_grad_enabled() or several:
+        if torch.is_grad_enabled() or is_watched(d_out, d_lse):
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
             _check_given(q, d_out, d_lse)
@@ -271,8 +270,10 @@ def attention_step_backward_(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -
         if step.form == "bucket" and d_learned.ndim == 2:  # ``prepare`` pads a table
             shape = torch.Size((shape[0], min(shape[1], d_learned.shape[1])))
         check_tensor("d_learned", d_learned, q.device, shape)
-    if q.numel():
+    if q.numel() and any(length for _, _, length in step.segments):
         ENGINES[step.engine].backward(step, q, k, v, gradients)
+    else:
+        gradients.of_no_keys()
 
 
 def _check_rows(q: Tensor, **numbers: Tensor | None) -> None:
@@ -368,9 +369,8 @@ def _gradients(
     """Of a step that was checked; ``saved``: d_out, d_lse, out, lse."""
     d_out, d_lse, out, lse = saved
     dq, dk, dv = (reuse.empty_like(x) for x in (q, k, v))
-    learned, d_learned = step.learned, None
-    if learned_grad and learned is not None:
-        d_learned = learned_gradient(step, q, learned, accumulate=False)
+    learned = step.learned if learned_grad else None
+    d_learned = None if learned is None else learned_gradient(step, q, learned, accumulate=False)
     gradients = Gradients(
         d_out=d_out, lse=lse, delta=torch.empty_like(lse), dq=dq, dk=dk, dv=dv, d_learned=d_learned, accumulate=False
     )

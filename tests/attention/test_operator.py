@@ -288,6 +288,23 @@ def test_opcheck_of_a_step(form, impl):
     torch.library.opcheck(attention_step_backward_, (*arguments, *sums.flat()))
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(("num_rows", "segments"), [(0, [(0, 0, 7)]), (5, []), (5, [(2, 2, 0)])])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_backward_of_a_step_without_pairs(impl, num_rows, segments, accumulate):
+    problem = make_problem("bucket", Shape(num_rows, 7, 4), dtype=torch.float32, masked=False)
+    step = make_step(problem.q, problem.bias, None, None, 0.0, None, impl, False)
+    lse = torch.zeros(problem.q.shape[:3], device=DEVICE)
+    learned = problem.bias.learned
+    written = {f"d{name}": torch.full_like(x, 2.0) for name, x in zip("qkv", problem.inputs, strict=False)}
+    sums = Gradients(
+        d_out=problem.q, lse=lse, delta=lse, **written, d_learned=torch.full_like(learned, 2.0), accumulate=accumulate
+    )
+    attention_step_backward_(*problem.inputs[:3], *replace(step, segments=segments).flat(), *sums.flat())
+    for x in (*written.values(), sums.d_learned):
+        assert (x == (2.0 if accumulate else 0.0)).all()
+
+
 @pytest.mark.parametrize("impl", [*IMPLS, "reference"])
 def test_autocast_stays_outside(impl):
     """Mixed precision is a matter of the inputs; products and sums inside keep their own."""

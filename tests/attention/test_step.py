@@ -309,7 +309,8 @@ def test_tables_of_any_size(entries, D, dtype):
 
 @pytest.mark.parametrize(("D", "dtype"), [(8, torch.float16), (8, EXACT), (24, EXACT)], ids=str)
 @pytest.mark.parametrize("bucket", [NUM_BUCKETS, 31, 32, 200, 254])
-def test_bucket_outside_the_table_gives_nan(bucket, D, dtype):
+def test_bucket_outside_the_table_gives_nan(bucket, D, dtype, monkeypatch):
+    monkeypatch.setattr("megagraph.attention.operator.check_values", lambda step: None)  # as on a GPU
     problem = make_problem("bucket", Shape(17, 33, D), dtype=dtype, masked=False, padded=False)
     problem.bias.index[0, 5, 7] = bucket
     out = run_steps(problem)["out"]

@@ -284,9 +284,6 @@ def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients) 
     compute = torch.promote_types(q.dtype, torch.float32)
     number = number_of(compute)
     (B, H, M, D), tiles, d_learned = q.shape, _tiles(step), gradients.d_learned
-    if len(tiles) == 0:
-        gradients.of_no_keys()
-        return
     if not gradients.accumulate:
         for x in (gradients.dk, gradients.dv):
             x.zero_()
