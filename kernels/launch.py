@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megagraph.kernels.tile import INTERPRET
 
-_MOST_PLANS = 4096  # they hold no memory of a device; sizes may vary from batch to batch
+_MOST_PLANS = 4096  # sizes may vary from batch to batch; of a device they hold constants, which are small
 plans: dict[tuple, Plan] = {}
 _VALUES = frozenset({type(None), bool, int, float, str})  # isinstance takes longer
 

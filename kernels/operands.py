@@ -90,10 +90,10 @@ def _row_alignment(q: Tensor, *others: Tensor) -> int:
 
 
 def _offsets_dtype(rows: Iterable[Tensor], *planes: Tensor | None) -> tl.dtype:
-    """What holds a stride times the edge of a tile; of rows also times the number of heads."""
-    strides = [stride for x in rows for stride in x.stride()[1:]]
-    strides += [stride for x in planes if x is not None for stride in x.stride()[-2:]]
-    return tl.int32 if max(strides) < 1 << 23 else tl.int64
+    """What holds a stride times the edge of a tile, at most 256; of rows also times the number of heads."""
+    furthest = [stride * max(256, x.shape[1]) for x in rows for stride in x.stride()[1:]]
+    furthest += [stride * 256 for x in planes if x is not None for stride in x.stride()[-2:]]
+    return tl.int32 if max(furthest) < 1 << 31 else tl.int64
 
 
 def _paired(values: Tensor, segments: list[tuple[int, int, int]]) -> bool:

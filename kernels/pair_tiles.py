@@ -28,7 +28,7 @@ class Tiles:
     numbers: Tensor
 
 
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of columns, or rows: (versions, what ``_make`` gives)
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of columns, or rows: by size (versions, what was made)
 _filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of places: (data, its version, numbers)
 
 
@@ -52,11 +52,11 @@ def tiles_of(
         size: BLOCK_M, BLOCK_N.
         buckets: uint8 [P] of the pairs, if these are to be the numbers.
     """
-    versions = [size, *map(_version, (starts, others, pairs))]
-    known, made = _made.get(others, (None, None))
+    versions, of_size = [*map(_version, (starts, others, pairs))], _made.setdefault(others, {})
+    known, made = of_size.get(size, (None, None))
     if made is None or known != versions:
         made = _make(starts, others, num_others, own, *size)
-        _made[others] = (versions, made)
+        of_size[size] = (versions, made)
     first_tile, columns, places = made
     of_data, version, numbers = _filled.get(places, (None, -1, None))
     if numbers is None or of_data is not buckets or version != _version(buckets):
@@ -75,7 +75,8 @@ def _make(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``starts`` and ``others`` of the tiles, and the place of every pair in them, int64 [P]."""
     device, num_lists, blocks = others.device, len(starts) - 1, -(-own // block_m)
-    lists = torch.repeat_interleave(torch.arange(num_lists, device=device), starts.diff())
+    every_list = torch.arange(num_lists, device=device)
+    lists = torch.repeat_interleave(every_list, starts.diff(), output_size=len(others))
     within = lists % own
     found, at = torch.unique((lists // own * blocks + within // block_m) * num_others + others, return_inverse=True)
     sizes = torch.bincount(found // num_others, minlength=num_lists // own * blocks)

@@ -41,13 +41,15 @@ def _version(arch: str) -> int:
     return int(arch[3:], base=16)  # there is a gfx90a
 
 
+def _nearest(arch: str) -> str:
+    """This architecture, or its vendor's newest one of the table that is not newer: sm_89 takes the rows of sm_86."""
+    names = sorted((name for name in SHARED_LIMIT if name[:3] == arch[:3]), key=_version)
+    return [names[0], *(name for name in names if _version(name) <= _version(arch))][-1]
+
+
 @functools.cache
 def _rows(arch: str) -> list[dict]:
-    """The rows of this architecture, or of its vendor's newest one that is not newer: sm_89 takes those of sm_86."""
-    rows = [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"][:3] == arch[:3]]
-    names = sorted({row["arch"] for row in rows}, key=_version)
-    nearest = [names[0], *(name for name in names if _version(name) <= _version(arch))][-1]
-    return [row for row in rows if row["arch"] == nearest]
+    return [row for row in json.loads(TABLE.read_text(encoding="utf-8")) if row["arch"] == _nearest(arch)]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,7 +133,7 @@ def choose_learned(H: int, itemsize: int, rows: int, block_n: int, N: int, arch:
 
 def _stages(itemsize: int, numbers: int, arch: str) -> int:
     """Of a loop that loads so many a time: up to three that fit in shared memory. fp32 is read in registers."""
-    return max(1, min(3, SHARED_LIMIT.get(arch, 65_536) // (itemsize * numbers))) if itemsize == 2 else 1
+    return max(1, min(3, SHARED_LIMIT[_nearest(arch)] // (itemsize * numbers))) if itemsize == 2 else 1
 
 
 @functools.lru_cache(maxsize=1024)

@@ -433,7 +433,7 @@ class Epochs:
             if parameter.grad is not None and not parameter.grad.isfinite().all()
         ]
         named = [name for part in all_gather(own) for name in part]
-        rows = all_gather(batch.features is not None and not batch.features.isfinite().all().item())
+        rows = all_gather(not batch.features.isfinite().all().item())
         of_features = "; its features are not finite" if any(rows) else ""
         what, value = ("norm of the gradient", first[1]) if math.isfinite(first[0]) else ("loss", first[0])
         layers = ", ".join(named[:3]) + (" and more" if len(named) > 3 else "")

@@ -28,7 +28,7 @@ from megagraph.attention.fields import (
     take_relation,
 )
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.relation import Relation
+from megagraph.attention.relation import Relation, numbered
 
 _ALIGNMENT = 16  # rows of a batch's data begin at multiples of it: a GPU then reads 16 bytes at a time
 
@@ -386,7 +386,7 @@ class BorderedData:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BorderedData:
         """On that device; kept, as a whole graph is the same in every step: kernels put its pairs into tiles once."""
-        device = torch.device(device)
+        device = numbered(device)
         if device == self.index.device:
             return self
         if device not in self._moved:

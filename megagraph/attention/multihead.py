@@ -174,7 +174,7 @@ def _padding(mask: Tensor | None) -> Tensor | None:
     hidden = mask == -torch.inf
     taken = (hidden | (mask == 0)).all()
     message = "key_padding_mask must be bool, or 0 and -inf, got other numbers; add these as attn_mask"
-    if torch.compiler.is_compiling():  # cannot branch on a number
+    if torch.compiler.is_compiling() or mask.is_cuda:  # a compiler cannot branch on a number, a host would wait for it
         torch._assert_async(taken, message)
     elif not taken:
         raise ValueError(message)

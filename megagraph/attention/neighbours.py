@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.relation import Relation
+from megagraph.attention.relation import Relation, numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Neighbours:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Neighbours:
         """On that device; kept, as for ``BorderedData``."""
-        device = torch.device(device)
+        device = numbered(device)
         if device == self.weights.device:
             return self
         if device not in self._moved:

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 _MOST_PAIRS = (1 << 31) - 1
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """The device as tensors name it: "cuda" is the current one, with its number."""
+    return torch.empty(0, device=device).device
+
+
 @dataclass(frozen=True, eq=False)
 class Relation:
     """The pairs of S relations, one after the other, P in all; plain tensors, made once for all layers and steps.
@@ -44,7 +49,7 @@ class Relation:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "num_columns"}
 
     def to(self, device: torch.device | str) -> Relation:
-        if torch.device(device) == self.columns.device:
+        if numbered(device) == self.columns.device:
             return self  # and keep what is known of it
         return Relation(**{name: x.to(device) for name, x in self.lists.items()}, num_columns=self.num_columns)
 

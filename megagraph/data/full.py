@@ -157,7 +157,7 @@ class FullBatches(Builder):
             if self._tells_neighbours:
                 built = replace(built, neighbours=self._neighbours(regular[0]).shard(built.layout))
             if is_whole:
-                self._built[share] = built
+                self._built[share] = built.pin_memory() if torch.cuda.is_initialized() else built  # not in every step
         if self.label_columns:
             shown = self._shown(regular, label_mask, rng)
             label_mask = label_mask & ~shown

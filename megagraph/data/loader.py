@@ -59,7 +59,7 @@ class Loader:
             num_workers=num_workers,
             prefetch_factor=min(PREFETCH_BATCHES, ahead // num_workers) if num_workers else None,
             persistent_workers=num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=torch.cuda.is_initialized(),  # batches go to a GPU
             # a generator of its own, or every epoch would draw from the model's random numbers
             generator=torch.Generator().manual_seed(seed),
         )

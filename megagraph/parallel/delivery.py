@@ -123,7 +123,7 @@ def _receive(group: dist.ProcessGroup) -> Callable[[], Batch]:
     header = torch.empty(_MOST_TOLD, dtype=torch.uint8)
     dist.broadcast(header, group=group, group_src=0)
     described: Batch = pickle.loads(header.numpy().tobytes())
-    memory = torch.empty(_num_bytes(described), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    memory = torch.empty(_num_bytes(described), dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
     return _on_its_way(memory, _lay_out(described, memory, lambda _, part: part), group)
 
 

@@ -254,6 +254,12 @@ def test_a_layer_takes_the_pairs_of_another():
     torch.testing.assert_close(out, mg.biased_attention(given.q, given.k, given.v, other, impl="reference"))
 
 
+def test_where_it_is_already_a_bias_stays_itself():
+    """ "cuda" may be "cuda:0": what is known of a relation, and halo plans, would be made anew."""
+    relation = problem("bucket", "scattered")[1].bias.relation
+    assert relation.to(f"{relation.columns.device.type}:0") is relation
+
+
 def test_edges_of_torch_geometric_are_pairs():
     """``edge_index`` flows from keys to queries; its attributes are data of the pairs."""
     dense, given, pairs = problem("bucket", "scattered", S=1, M=31)

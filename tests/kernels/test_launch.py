@@ -12,6 +12,7 @@ from tests.problems import DEVICE, FORMS, Problem, Shape, make_problem
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
+from megagraph.kernels import operands
 from megagraph.kernels.forward import pad_table
 from megagraph.kernels.launch import Plan, Recorder, plans
 
@@ -147,3 +148,10 @@ def test_a_training_step_in_a_cuda_graph(form, D):
     graph.replay()
     torch.cuda.synchronize()
     assert_same(captured, call(problem, inputs))
+
+
+@pytest.mark.parametrize(("heads", "kind"), [(8, "int32"), (256, "int32"), (512, "int64")])
+def test_offsets_of_many_heads_are_wide_enough(heads, kind):
+    """In elements, up to the last head and the last row of a tile."""
+    rows = torch.empty(1, heads, 4, 8, device="meta").as_strided((1, heads, 4, 8), (1, (1 << 23) - 8, 8, 1))
+    assert str(operands._offsets_dtype([rows])) == kind

@@ -60,6 +60,8 @@ def test_they_are_kept_until_something_changes():
     assert changed.others is first.others and changed.numbers[changed.numbers < 255].max() <= 1
     other = torch.zeros_like(index)
     assert not tiles(given.bias, buckets=other).numbers[changed.numbers < 255].any()
+    smaller = tiles(given.bias, size=(16, 16))
+    assert tiles(given.bias).others is first.others and tiles(given.bias, size=(16, 16)).others is smaller.others
     given.bias.relation.columns.add_(0)
     assert tiles(given.bias, buckets=index).others is not first.others
 

@@ -14,7 +14,9 @@ LAUNCHES = list(product(("fwd", "key"), ("none", "dense", "bucket"), (2, 4), (1,
 
 
 def chosen(arch: str) -> list[dict[str, int]]:
-    return [tiles.choose(kernel, form, itemsize, D, 4096, 4096, arch) for kernel, form, itemsize, D in LAUNCHES]
+    found = [tiles.choose(kernel, form, itemsize, D, 4096, 4096, arch) for kernel, form, itemsize, D in LAUNCHES]
+    found += [tiles.choose_query(2, D, 4096, 64, 4096, arch) for D in (64, 128, 256)]
+    return found + [tiles.choose_learned(8, 2, rows, 64, 4096, arch) for rows in (0, 16)]
 
 
 @pytest.mark.parametrize(
