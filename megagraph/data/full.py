@@ -45,9 +45,14 @@ def cut(work: np.ndarray, ends: np.ndarray, number: int) -> tuple[int, ...]:
     done = work.cumsum()
     wanted = done[-1] * np.arange(1, number) / number
     for places in (ends, np.arange(1, len(work))):
-        nearest = np.abs(done[places - 1] - wanted[:, None]).argmin(axis=1) if len(places) else np.zeros(0, int)
+        if len(places) < number - 1:
+            continue
+        before = done[places - 1]
+        above = np.searchsorted(before, wanted).clip(max=len(places) - 1)
+        below = (above - 1).clip(min=0)
+        nearest = np.where(wanted - before[below] <= before[above] - wanted, below, above)
         cuts = np.array([0, *places[nearest], len(work)])
-        if len(cuts) == number + 1 and (np.diff(cuts) > 0).all():
+        if (np.diff(cuts) > 0).all():
             return tuple(cuts.tolist())
     return tuple(len(work) * part // number for part in range(number + 1))
 
