@@ -157,7 +157,8 @@ def check_values(values: dict[str, Any], what: str, *, by_hand: bool = False) ->
     """Take the checksum out of an object; ValueError, which names ``what``, unless it is that of the values."""
     expected = values.pop("checksum", None)
     if expected != _of_values(values) and not (by_hand and expected is None):
-        raise ValueError(f"expected {what}, which has changed since or is damaged")
+        changed = '; where it was changed by hand, delete its line "checksum"' if by_hand else ""
+        raise ValueError(f"expected {what}, which has changed since or is damaged{changed}")
 
 
 def typed(kind: type[T], values: Any, what: str) -> T:

@@ -239,6 +239,8 @@ class Trainer:
                 f"{config.model}: {parameters:,} parameters, sequences of N = {builder.sequence_nodes} nodes, on "
                 f"{device}, plan {plan}; prepared in {preprocess_seconds:.1f} s; run folder {run.folder}"
             )
+            if graph.split is not None and config.split == "random":
+                log.info(f"the split is a random one; {graph.name} has one of its own, which --split public takes")
             for line in _of_batches(builder, config, sampling_mass):
                 log.info(line)
             if names := unread(config):

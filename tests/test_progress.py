@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ import megagraph as mg
 from megagraph import progress
 from megagraph.cli import _take_log_level
 from megagraph.data import prepare
+from megagraph.data.graph import random_split
 from megagraph.progress import Progress, log
 from tests.checkpoint_cases import config, graph
 from tests.processes import Command, launch
@@ -80,9 +82,21 @@ def test_a_run_says_what_it_trains_and_how_far_it_is(tmp_path, monkeypatch, capl
         "evaluation: 4 of 4 batches",
     ):
         assert part in said, part
+    assert "--split public" not in said
     caplog.clear()
     mg.predict(tmp_path / "run", whole)
     assert "prediction: 10 of 10 batches" in caplog.messages
+
+
+def test_a_run_says_that_a_graph_has_a_split_that_it_does_not_take(tmp_path, caplog):
+    caplog.set_level("INFO", "megagraph")
+    whole = graph()
+    whole = replace(whole, split=random_split(whole.labels, 7))
+    said = "the split is a random one; synthetic has one of its own, which --split public takes"
+    for split in ("random", "public"):
+        mg.Trainer(config(tmp_path / split, epochs=1, split=split)).fit(whole)
+        assert (said in caplog.messages) == (split == "random")
+        caplog.clear()
 
 
 SMALL = ["--layers", "1", "--dim", "16", "--heads", "2", "--samples", "1", "--max-steps", "1", "--device", "cpu"]

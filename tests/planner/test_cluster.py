@@ -146,7 +146,11 @@ def test_a_saved_cluster_is_the_same(folder):
     given = cluster(folder, nodes=[KIND, KIND | {"cost": "slow.json"}], within_node=ACROSS | {"shared_by": "device"})
     given.save(folder / "again.json")
     assert Cluster.load(folder / "again.json") == given
-    assert json.loads((folder / "again.json").read_text())["nodes"][0]["cost"] == "fast.json"
+    values = json.loads((folder / "again.json").read_text())
+    assert values["nodes"][0]["cost"] == "fast.json"
+    values["nodes"][0]["count"] = 5  # by hand
+    (folder / "again.json").write_text(json.dumps(values))
+    assert Cluster.load(folder / "again.json").nodes[0].count == 5
 
 
 BAD = {
