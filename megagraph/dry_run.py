@@ -22,7 +22,14 @@ from megagraph.evaluate import (
     num_parameters,
     same_graph,
 )
-from megagraph.parallel.mesh import on_every_rank, on_one_process_first, on_rank_zero, process_group, world_size
+from megagraph.parallel.mesh import (
+    on_every_rank,
+    on_one_process_first,
+    on_rank_zero,
+    own_device,
+    process_group,
+    world_size,
+)
 from megagraph.planner.fitting import fit
 from megagraph.planner.plan import Plan
 from megagraph.planner.profile import predicts
@@ -54,7 +61,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         if plan is not None:  # one process may ask about a plan of several
             several = world_size() if world_size() > 1 else plan.world_size
             plan.check(**config.sizes_of_plan, world_size=several)
-        device = on_every_rank(config.torch_device)
+        device = own_device(config)
         graph, split = same_graph(data, config)
         started = time.perf_counter()
         builder = on_every_rank(lambda: batches(config, graph))

@@ -179,8 +179,6 @@ class Trainer:
                 if getattr(config, board.package):
                     on_rank_zero(board.check)
             device = own_device(config)
-            if config.cuda_graphs and device.type != "cuda":
-                raise ValueError(f"cuda_graphs is for a GPU, got device {device}; leave it out")
             run, state = _enter(config, launches)
             if state == "finished":
                 return on_rank_zero(lambda: files.typed(Summary, run.summary, "the result of a run"))

@@ -49,6 +49,8 @@ def test_a_plan_of_several_processes_is_asked_about_by_one(tmp_path):
     )
     with pytest.raises(ValueError, match="every replica must have a sequence for each"):
         dry_run(config(tmp_path / "run", plan="1,1,9", microbatches=9), graph())
+    with pytest.raises(ValueError, match="cuda_graphs is for a GPU, got device cpu"):
+        dry_run(config(tmp_path / "run", cuda_graphs=True), graph())
 
 
 def test_the_command(tmp_path):

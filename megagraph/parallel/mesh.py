@@ -144,6 +144,8 @@ def own_device(config: TrainConfig) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or events, synchronize() and bytes would be those of the first GPU
     check_equal("the device", {"type": device.type})
+    if config.cuda_graphs and device.type != "cuda":
+        raise ValueError(f"cuda_graphs is for a GPU, got device {device}; leave it out")
     return device
 
 
