@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -222,8 +221,7 @@ def _ranks(matrix: sp.csr_array) -> tuple[np.ndarray, np.ndarray]:
     row = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
     weight = np.where(row == matrix.indices, np.inf, matrix.data)
     rank = np.empty(len(row), np.int64)
-    for start, stop in itertools.pairwise(matrix.indptr):
-        rank[start + np.argsort(-weight[start:stop], kind="stable")] = np.arange(stop - start)
+    rank[np.lexsort((-weight, row))] = np.arange(len(row)) - matrix.indptr[row]  # of equals the first one
     return row, rank
 
 
