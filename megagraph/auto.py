@@ -162,8 +162,8 @@ def memory_bytes(device: torch.device, given: float = math.inf) -> float:
     given = min(given, there / processes_here())
     if given <= program:
         raise ValueError(
-            f"a process must have more than the {program / 2**30:.2f} GiB that it takes already, got "
-            f"{given / 2**30:.2f} GiB; raise --memory-gib, or start fewer processes on this machine"
+            f"a process must have more than the {in_words(program)} that it takes already, got {in_words(given)}; "
+            "raise --memory-gib, or start fewer processes on this machine"
         )
     return given - program
 

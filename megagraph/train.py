@@ -24,6 +24,7 @@ from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs, make_pipeline
 from megagraph.evaluate import batches, graph_facts, make_model, model_config_of, num_parameters, same_graph, unread
+from megagraph.flags import in_words
 from megagraph.history import History
 from megagraph.models.config import ModelConfig
 from megagraph.models.transformer import GraphTransformer
@@ -350,10 +351,10 @@ def _out_of_memory(
 ) -> str:
     """Where, how much, and what can be done about it."""
     lines = str(error).strip().splitlines()
-    predicted = "" if predicted_bytes is None else f", where {predicted_bytes / 2**30:.2f} were predicted"
+    predicted = "" if predicted_bytes is None else f", where {in_words(predicted_bytes)} were predicted"
     return (
         f"out of memory on rank {rank()} in {current_phase()}, plan {config.plan}, at "
-        f"{_peak_memory_bytes(device) / 2**30:.2f} GiB{predicted}: "
+        f"{in_words(_peak_memory_bytes(device))}{predicted}: "
         f"{lines[0] if lines else type(error).__name__}; less is taken by --checkpoint, by a smaller --batch-size or "
         f"--sequence-nodes (now {config.batch_size} and {config.sequence_nodes}), by more --microbatches in a pipeline "
         "or more cp in the plan, and by --plan auto --memory-gib, which predicts what fits"
