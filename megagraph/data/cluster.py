@@ -68,7 +68,7 @@ class ClusterBatches(Builder):
             cluster = int(pull.argmax())
             if rng.random() >= self.together or pull[cluster] == 0:
                 cluster = next(cluster for cluster in anyone if left[cluster])
-            left[cluster] = False
+            left[cluster], pull[cluster] = False, 0
             members = self._members[cluster]
             # a cluster longer than a sequence is cut
             for start in range(0, len(members), self.num_regular):

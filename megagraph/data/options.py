@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 SEQUENCE_ALIGNMENT = 128
 MOST_BUCKETS = 255
+MOST_CHANNELS = 16
 PAIR_CLASSES = 8  # of the weight of a pair of nodes, in full batches
 _CLUSTER_SUPER_NODES = 64
 
@@ -111,6 +112,15 @@ class BatchOptions:
             raise ValueError(
                 f"hops and max_distance must make at most {MOST_BUCKETS} buckets, got {buckets}; lower them"
             )
+        if self.bias == "projected" and self.num_channels > MOST_CHANNELS:
+            raise ValueError(
+                f"channels with one for each of {self.global_tokens} global_tokens"
+                + (" and one for the own super node" if self.batching == "cluster" else "")
+                + f" must be at most {MOST_CHANNELS}, got {self.num_channels}; lower them"
+            )
+        if self.bias == "bucket" and self.batching != "full" and num_buckets(self.max_distance) > MOST_BUCKETS:
+            most = (MOST_BUCKETS - num_buckets(0)) // 2
+            raise ValueError(f"max_distance must be at most {most}, got {self.max_distance}")
         if self.candidates is not None and self.candidates < self.sample_nodes:
             raise ValueError(f"candidates must be at least sample_nodes = {self.sample_nodes}, got {self.candidates}")
         if not 0.0 < self.epsilon < 1.0:
@@ -127,6 +137,11 @@ class BatchOptions:
         """Fields that are not at their default and change nothing in these batches."""
         others = (names for who, names in _READ_BY.items() if who not in (self.batching, self.bias))
         return [name for names in others for name in names if getattr(self, name) != getattr(BatchOptions, name)]
+
+    @property
+    def num_channels(self) -> int:
+        """Of a projected bias: powers, and who is a global token, and, in cluster batches, the own super node."""
+        return self.channels + self.global_tokens + (self.batching == "cluster")
 
     @property
     def num_candidates(self) -> int:
@@ -150,6 +165,12 @@ class BatchOptions:
         if self.super_nodes is not None:
             return self.super_nodes
         return self.global_tokens + 1 if self.batching == "ego" else _CLUSTER_SUPER_NODES
+
+
+def num_buckets(max_distance: int) -> int:
+    """Of a bucket bias of ego and cluster batches: hops 0..max_distance and "further" for regular pairs, the same again
+    for super nodes, own super, global."""
+    return 2 * (max_distance + 2) + 2
 
 
 def deal(number: int, weights: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ from megagraph.attention.bias import aligned_columns
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
-from megagraph.data.options import BatchOptions, Scope
+from megagraph.data.options import BatchOptions, Scope, num_buckets
 from megagraph.flags import in_words
 from megagraph.threads import in_threads
 
@@ -318,11 +318,6 @@ class BiasChannels:
         return _tensor(channels, self.dtype)
 
 
-def num_buckets(max_distance: int) -> int:
-    """Hops 0..max_distance and "further" for regular pairs, the same again for super nodes, own super, global."""
-    return 2 * (max_distance + 2) + 2
-
-
 class CoarseBuckets:
     """Buckets between super nodes and all nodes of a sequence, M = max_distance + 2 distances and one more:
 
@@ -364,8 +359,6 @@ class DistanceBuckets:
 
     def __init__(self, graph: Graph, coarsening: Coarsening, *, max_distance: int, global_tokens: int) -> None:
         self.size = num_buckets(max_distance)  # buckets
-        if max_distance < 1 or self.size > PADDING:
-            raise ValueError(f"expected max_distance in 1..{(PADDING - 2) // 2 - 2}, got {max_distance}")
         self.max_distance = max_distance
         self.global_tokens = global_tokens
         self._induced = InducedSubgraph(graph.indptr, graph.indices)

@@ -236,6 +236,15 @@ def test_whole_clusters_are_packed_and_long_ones_cut(graph):
     assert sorted(sequences[0]) == list(range(400))
 
 
+@pytest.mark.parametrize("rng", [None, 0, 1])
+def test_clusters_without_inner_edges_are_in_one_sequence_each(rng):
+    """Leaves of a star know its middle alone."""
+    star = make_graph(300, [(0, i) for i in range(1, 300)])
+    builder = prepared(star, batching="cluster", sequence_nodes=128, cluster_size=32, super_nodes=4, together=0.9)
+    sequences = np.concatenate(builder.plan(np.arange(300), 100, None if rng is None else np.random.default_rng(rng)))
+    assert sorted(sequences[sequences >= 0]) == list(range(300))
+
+
 @pytest.mark.parametrize("batching", ["ego", "cluster"])
 def test_bf16_channels_are_rounded_fp32_ones(graph, batching):
     options = dict(batching=batching, bias="projected", sample_nodes=6, sequence_nodes=128, super_nodes=8, channels=4)
@@ -348,6 +357,13 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
         ({"global_tokens": -1}, "global_tokens must be at least 0, got -1"),
         ({"sample_nodes": 0}, "sample_nodes must be at least 1, got 0"),
         ({"candidates": 13}, "candidates must be at least sample_nodes = 14, got 13"),
+        ({"channels": 16}, "channels with one for each of 1 global_tokens must be at most 16, got 17; lower them"),
+        ({"channels": 11, "global_tokens": 6, "super_nodes": 7}, "of 6 global_tokens must be at most 16, got 17"),
+        (
+            {"batching": "cluster", "channels": 15},
+            "each of 1 global_tokens and one for the own super node must be at most 16, got 17",
+        ),
+        ({"bias": "bucket", "max_distance": 125}, "max_distance must be at most 124, got 125"),
         ({"epsilon": 0.0}, "epsilon must be above 0 and below 1, got 0.0"),
         ({"super_ratio": 0.0}, r"super_ratio must be in \(0, 1\], got 0\.0"),
         ({"batching": "cluster", "sequence_nodes": 100}, "sequence_nodes must be a multiple of 128, got 100"),

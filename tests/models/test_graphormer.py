@@ -10,9 +10,8 @@ import torch
 
 import megagraph as mg
 from megagraph.data.datasets import synthetic_graph
-from megagraph.data.options import BatchOptions
+from megagraph.data.options import BatchOptions, num_buckets
 from megagraph.data.prepare import prepare
-from megagraph.data.structure import num_buckets
 from megagraph.models.layers import Context
 from megagraph.objective import loss_sum
 

@@ -385,7 +385,10 @@ BAD_PLANS = {
         "heads must be a multiple of cp = 2 for comm 'ulysses', which deals them out, got 3; take another comm",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
-    "batches": (dict(plan="1,1,2", bias="bucket", max_distance=200), r"expected max_distance in 1\.\.124, got 200"),
+    "batches": (
+        dict(plan="1,1,2", power_scope="graph", power_gib=1e-9),
+        "expected powers of the adjacency that fit into",
+    ),
 }
 
 
