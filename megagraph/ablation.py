@@ -18,7 +18,7 @@ from megagraph.attention.neighbours import Neighbours
 from megagraph.config import Part
 from megagraph.data.batch import Batch
 from megagraph.data.loader import Loader
-from megagraph.evaluate import batches, choose_split, class_probabilities, make_loader, open_run
+from megagraph.evaluate import batches, check_classes, choose_split, class_probabilities, make_loader, open_run
 from megagraph.models.transformer import is_bias
 from megagraph.objective import measures, predicted, same_answer
 from megagraph.parallel.delivery import NodeLoader
@@ -67,9 +67,7 @@ def evaluate(
         raise ValueError(f"the run {run} cannot be evaluated without {refused[0]!r}: {missing[refused[0]]}")
     split = choose_split(graph, config)
     nodes = np.concatenate([split.val, split.test])
-    kinds = [f"{x.num_classes} labels, several a node" if x.multi_label else "one class a node" for x in (model, graph)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"the model was trained on {kinds[0]}, got a graph with {kinds[1]}")
+    check_classes(model, graph)
     builder = batches(config, graph)
     loader = make_loader(config, builder, nodes)
     whole = class_probabilities(opened.pipeline, loader)

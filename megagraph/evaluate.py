@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,7 @@ class Opened:
 def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
     """The weights of a run and the graph to evaluate them on; arguments and errors as of ``predict``."""
     opened = Run.open(run)
-    config, model_config = replace(opened.config, **changes), opened.model_config
+    config, model_config = _changed(opened.config, changes), opened.model_config
     if data is None and "dataset" not in changes:
         place = "" if config.root is None or "root" in changes else f" in {config.root}"
         log.info(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says")
@@ -264,6 +264,9 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
             "the model has learned a vector for every node of the graph it was trained on, and this graph has other "
             "edges; for another graph train with --embedding features"
         )
+    if config.label_input:
+        check_classes(model_config, graph)
+        graph = replace(graph, num_classes=model_config.num_classes)  # a part of a graph may lack some
     columns = model_config.in_features - (model_config.num_classes if config.label_input else 0)
     trained_on = columns // (1 + config.propagate) - config.degree_input
     if not learned and graph.in_features != trained_on:
@@ -277,6 +280,35 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
     stage.to(config.torch_device(), config.parameter_dtype)
     fill(stage.model, weights, opened.folder)  # last, as a model in fp32 would round them
     return Opened(config=config, graph=graph, pipeline=Pipeline([stage], [stage], Plan(), table=table))
+
+
+_INPUT_FIELDS = (  # what the numbers mean that a model reads, beside those of its own configuration
+    "model", "batching", "bias_form", "channels", "max_distance", "hops", "top", "propagate", "degree_input",
+    "label_input",
+)  # fmt: skip
+
+
+def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
+    """The configuration of a run with other values, of which the weights may know nothing."""
+    if unknown := sorted(changes.keys() - {field.name for field in fields(TrainConfig)}):
+        raise ValueError(f"expected fields of TrainConfig to change, got {', '.join(unknown)}")
+    changed = replace(config, **changes)
+    of_the_model = {field.name for field in fields(ModelConfig) if hasattr(config, field.name)} - {"bias"}
+    for name in sorted(of_the_model.union(_INPUT_FIELDS)):
+        own, other = getattr(config, name), getattr(changed, name)
+        if own != other:
+            raise ValueError(f"{name} must stay {own!r}, as the model was trained with it, got {other!r}")
+    return changed
+
+
+def check_classes(model: ModelConfig, graph: Graph) -> None:
+    """Raise ValueError unless the labels of the graph are among those that the model tells apart."""
+    fewer = not model.multi_label and graph.num_classes < model.num_classes
+    if graph.multi_label != model.multi_label or not (fewer or graph.num_classes == model.num_classes):
+        told = [
+            f"{x.num_classes} {'labels, several' if x.multi_label else 'classes, one'} a node" for x in (model, graph)
+        ]
+        raise ValueError(f"the model was trained on {told[0]}, got a graph with {told[1]}")
 
 
 def _check_graph(graph: Graph, facts: GraphFacts, read_from: str | None) -> None:

@@ -168,6 +168,35 @@ def test_a_graph_that_was_handed_over_is_asked_for(tmp_path, use):
     use(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hops=2), "hops must stay 1, as the model was trained with it, got 2"),
+        (dict(batching="cluster"), "batching must stay 'ego'"),
+        (dict(bias="bucket"), "bias_form must stay 'projected'"),
+        (dict(global_tokens=0), "global_tokens must stay 1"),
+        (dict(layers=9), "layers must stay "),
+        (dict(nonsense=1), "expected fields of TrainConfig to change, got nonsense"),
+        (dict(samples=1, bias="projected", batch_size=7, super_nodes=3), None),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_what_the_weights_know_stays(trained, changes, message):
+    run, graph = trained
+    if message is None:
+        assert mg.predict(run, graph, **changes).shape == (60, graph.num_classes)
+        return
+    with pytest.raises(ValueError, match=message):
+        mg.predict(run, graph, **changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    graph, run = synthetic_graph(num_nodes=60, in_features=4), tmp_path_factory.mktemp("trained") / "run"
+    mg.Trainer(mg.TrainConfig(out=run, **SMALL | {"max_steps": 1})).fit(graph)
+    return run, graph
+
+
 def test_classes_and_columns_that_are_called_otherwise(tmp_path, caplog):
     graph = synthetic_graph(num_nodes=120, num_classes=2, in_features=2)
     columns = tuple(Column(name=name, kind="number") for name in ("age", "height"))

@@ -114,7 +114,7 @@ def test_from_files_to_predictions(folder, monkeypatch, capsys):
     assert open_store("again").names.classes == NAMES
 
     one = synthetic_graph(num_nodes=60, num_classes=4, in_features=8, seed=0)
-    with pytest.raises(ValueError, match="trained on 4 labels, several a node, got a graph with one class a node"):
+    with pytest.raises(ValueError, match="trained on 4 labels, several a node, got a graph with 4 classes, one a node"):
         mg.ablation.evaluate("run", one)
 
 

@@ -538,6 +538,15 @@ def test_labels_tell_what_features_do_not(tmp_path, graph):
     labels[split.val], labels[split.test] = labels[split.val][::-1], labels[split.test][::-1]
     one, other = (mg.predict(tmp_path / "0.5", x) for x in (graph, replace(graph, labels=labels)))
     assert np.array_equal(one, other)
+    # a part of a graph may lack the last class; more than the model knows are none of its own
+    last = graph.num_classes - 1
+    fewer = np.where(labels == last, -1, labels)
+    lacks = [replace(graph, labels=fewer, num_classes=n) for n in (last, graph.num_classes)]
+    assert np.array_equal(*(mg.predict(tmp_path / "0.5", x) for x in lacks))
+    more = replace(graph, labels=np.where(labels == last, last + 1, labels), num_classes=last + 2)
+    for use in (mg.predict, mg.ablation.evaluate):
+        with pytest.raises(ValueError, match=f"trained on {last + 1} classes, .* a graph with {last + 2} classes"):
+            use(tmp_path / "0.5", more)
 
 
 BAD = {
