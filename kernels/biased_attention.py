@@ -60,7 +60,7 @@ def _heads_of_table(q: Tensor, table: Tensor) -> int:
 
 
 def _heads_of_forward(step: Step, q: Tensor) -> int:
-    """The same, of any form; a projected bias is dense by then."""
+    """H padded to whole programs of several narrow heads in forward, for any form of bias; 0 for one head a program."""
     if step.form == "bucket" and step.learned is not None:
         return _heads_of_table(q, step.learned)
     several = q.element_size() > 2 and step.form != "projected"
@@ -89,7 +89,7 @@ def _tiles(kernel: tiles.Kernel, step: Step, q: Tensor) -> dict[str, int]:
 
 
 def _plain(step: Step) -> bool:
-    """Without dropout, padding and mask, which take registers."""
+    """Whether a step has no dropout, padding and mask, which take registers."""
     return step.dropout_p == 0.0 and step.key_padding_mask is None and step.bias_mask is None
 
 
@@ -130,7 +130,7 @@ def _launch_fwd(
 def _fwd_projected(
     recorder: Recorder, x: Operands, q: Tensor, k: Tensor, v: Tensor, step: Step, state: State, softmax: Softmax
 ) -> None:
-    """The bias of some keys at a time, in memory."""
+    """Forward with a projected bias, which is written to memory for some keys at a time."""
     B, H, M, D = q.shape
     block_n = _tiles("fwd", step, q)["BLOCK_N"]
     pieces, planes = _pieces(recorder, q, step, block_n)
@@ -146,7 +146,7 @@ def _fwd_projected(
 
 
 def _pieces(recorder: Recorder, q: Tensor, step: Step, block_n: int) -> tuple[list[Segments], Tensor]:
-    """As many keys at a time as fill the device, and memory for what belongs to their pairs, [B, H, M, .]."""
+    """The keys in pieces that fill the device, and memory for what belongs to the pairs of one, [B, H, M, .]."""
     B, H, M, _ = q.shape
     num_tiles = max(1, _num_tiles(step.segments, block_n))
     fit = PIECE_BYTES // (max(1, B * H * M) * block_n * q.element_size())
@@ -162,7 +162,7 @@ def _num_tiles(segments: Iterable[tuple[int, ...]], block_n: int) -> int:
 def _project(
     recorder: Recorder, x: Operands, planes: Tensor, piece: Segments, block_n: int, q: Tensor, *rows: Tensor | None
 ) -> Operands:
-    """Operands whose bias stands in ``planes``."""
+    """Operands whose bias is read from ``planes``, once it has been projected into these."""
     B, _, M, _ = q.shape
     block_m = 32
     key_tiles, num_tiles = _num_tiles(piece, block_n), triton.cdiv(M, block_m)
@@ -192,7 +192,7 @@ def launch_step_bwd(
 def _launch_bwd(
     recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of: DeltaOf | None
 ) -> Tensor | None:
-    """All but the last sum over partial gradients of a table or a projection, which are returned."""
+    """Launch backward but for the last sum over partial gradients of a table or a projection, which are returned."""
     d_learned = gradients.d_learned
     if of is not None:
         row_delta(recorder, gradients.d_out, gradients.delta, of)
@@ -244,7 +244,7 @@ def _learned_tiles(step: Step, q: Tensor, num_rows: int, block_n: int) -> dict[s
 def _partials(
     recorder: Recorder, step: Step, q: Tensor, gradients: Gradients, pieces: int, block_n: int
 ) -> Tensor | None:
-    """Of the gradient of a table or a projection, [pieces * B, tiles, groups, GROUP, entries or channels]."""
+    """Memory for partial gradients of a table or weight, [pieces * B, tiles, groups, GROUP, entries or channels]."""
     if gradients.d_learned is None or step.form == "dense":
         return None
     B, H, M, _ = q.shape

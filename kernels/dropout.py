@@ -14,7 +14,7 @@ def _fold(x):
 
 @triton.jit
 def _mix_folded(x):
-    """What follows it."""
+    """MurmurHash3's 32-bit finaliser on uint32, from what :func:`_fold` gives."""
     x *= 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

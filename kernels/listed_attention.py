@@ -90,7 +90,7 @@ def _operands(
 
 
 def _walk(step: Step, q: Tensor, of: Tiles, own: int) -> Walk:
-    """``of`` in tiles; ``own``: rows, or columns, of a sequence."""
+    """The walk over tiles ``of`` rows or of columns; ``own``: how many of these a sequence has."""
     columns, blocks = _num_columns(step, q), triton.cdiv(own, _size(step, q)[0])
     return Walk(
         starts=of.starts,
@@ -130,7 +130,7 @@ def _launch_bwd(
     of_rows: Tiles,
     of_keys: Tiles,
 ) -> Tensor | None:
-    """All but the last sum over partial gradients of a table or a projection, which are returned."""
+    """Launch backward but for the last sum over partial gradients of a table or a projection, which are returned."""
     if of is not None:
         row_delta(recorder, gradients.d_out, gradients.delta, of)
     others = (gradients.d_out, gradients.dq, gradients.dk, gradients.dv)

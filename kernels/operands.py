@@ -58,7 +58,7 @@ def on(recorder: Recorder, segments: Segments, x: Operands, Nk: int) -> Operands
 
 
 def projected(x: Operands, planes: Tensor, *rows: Tensor) -> Operands:
-    """With a projected bias as ``project_pass`` has made it; ``rows``: all that are like those of q."""
+    """Operands whose bias ``project_pass`` has written to ``planes``; ``rows``: all that are like those of q."""
     constants = {
         "NUM_CHANNELS": 0,
         "PAIRED": planes.dtype == torch.bfloat16,
@@ -90,14 +90,14 @@ def _row_alignment(q: Tensor, *others: Tensor) -> int:
 
 
 def _offsets_dtype(rows: Iterable[Tensor], *planes: Tensor | None) -> tl.dtype:
-    """What holds a stride times the edge of a tile, at most 256; of rows also times the number of heads."""
+    """Integer type of a stride times the edge of a tile, at most 256; of rows also times the number of heads."""
     furthest = [stride * max(256, x.shape[1]) for x in rows for stride in x.stride()[1:]]
     furthest += [stride * 256 for x in planes if x is not None for stride in x.stride()[-2:]]
     return tl.int32 if max(furthest) < 1 << 31 else tl.int64
 
 
 def _paired(values: Tensor, segments: list[tuple[int, int, int]]) -> bool:
-    """bf16 values whose every tile begins at a 32-bit word."""
+    """Whether values are bf16 whose every tile begins at a 32-bit word."""
     *strides, stride_n = values.stride()
     starts = (*strides, *(column for _, column, _ in segments), values.data_ptr() // 2)
     return values.dtype == torch.bfloat16 and stride_n == 1 and not any(start % 2 for start in starts)

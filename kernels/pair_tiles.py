@@ -15,7 +15,7 @@ MASKED_BUCKET: int = _MASKED.value
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of blocks of rows, or, of the transposed relation, of columns.
+    """Tiles of pairs, by blocks of rows or, of the transposed relation, of columns.
 
     Args:
         starts: int32 [S * blocks + 1], the first tile of every block.
@@ -41,7 +41,7 @@ def tiles_of(
     size: tuple[int, int],
     buckets: Tensor | None,
 ) -> Tiles:
-    """Of lists as ``relation.Relation`` has them, kept until they change or go.
+    """Tiles of the pairs in lists as ``relation.Relation`` has them, kept until the lists change or go.
 
     Args:
         starts: int64 [S * own + 1], where the list of each begins.

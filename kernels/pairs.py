@@ -72,7 +72,7 @@ def heads_dot(x, a, b):
 
 @triton.jit
 def add_heads_dot(x, acc, p, a):
-    """``add_dot`` likewise."""
+    """``add_dot`` of several heads; of one, warps share the columns, as in :func:`heads_dot`."""
     if a.shape[0] == 1:
         total = add_dot(x, tl.reshape(acc, acc.shape[1:]), tl.reshape(p, p.shape[1:]), tl.reshape(a, a.shape[1:]))
         return tl.reshape(total, acc.shape)
@@ -106,7 +106,7 @@ def _first_from(walk, low, high, column, at, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def segment_tiles(walk, first, last, column_start, length, BLOCK_N: tl.constexpr):
-    """Those of the tiles that have columns of a segment."""
+    """Which of the tiles first..last have columns of a segment; all of them where ``walk`` is WHOLE."""
     if not walk.WHOLE:
         first = _first_from(walk, first, last, column_start, BLOCK_N - 1, BLOCK_N)
         last = _first_from(walk, first, last, column_start + length, 0, BLOCK_N)
@@ -178,7 +178,7 @@ def pair_scores(x, qk, heads, number):
 
 @triton.jit
 def is_dropped(x, walk, keys, column):
-    """Of row keys and columns, both [GROUP or 1, BLOCK_M or 1, BLOCK_N or 1]."""
+    """Whether dropout drops a pair, of row keys and columns, both [GROUP or 1, BLOCK_M or 1, BLOCK_N or 1]."""
     if walk.column_ids is not None:
         column = tl.load(walk.column_ids + column)
     return dropped(x, keys, column)

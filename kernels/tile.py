@@ -236,13 +236,13 @@ def log_sum_exp(x, m, l):
 
 @triton.jit
 def load_lse(x, ptr, offs, mask):
-    """Pivot of exp, [..., BLOCK, 1]: lse; +inf where there was no key or is no row, so that p = 0."""
+    """Pivot of ``exp`` from lse at ptr, [..., BLOCK, 1]; +inf where there was no key or is no row, so that p = 0."""
     return pivot_of(x, tl.expand_dims(tl.load(ptr + offs, mask=mask, other=None if mask is None else float("inf")), -1))
 
 
 @triton.jit
 def pivot_of(x, lse):
-    """Of exp; +inf where there was no key, so that p = 0."""
+    """Pivot of ``exp`` from lse, in base 2 if FOLD; +inf where there was no key, so that p = 0."""
     lse = tl.where(lse == -float("inf"), float("inf"), lse)
     return lse * LOG2E if x.FOLD else lse
 

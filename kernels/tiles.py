@@ -132,7 +132,7 @@ def choose_learned(H: int, itemsize: int, rows: int, block_n: int, N: int, arch:
 
 
 def _stages(itemsize: int, numbers: int, arch: str) -> int:
-    """Of a loop that loads so many a time: up to three that fit in shared memory. fp32 is read in registers."""
+    """Stages of a loop that loads so many a time: up to three that fit in shared memory; one in fp32, in registers."""
     return max(1, min(3, SHARED_LIMIT[_nearest(arch)] // (itemsize * numbers))) if itemsize == 2 else 1
 
 
