@@ -112,7 +112,7 @@ class DenseBias:
         return DenseBias(self.values[:, :, index])
 
     def of_pairs(self) -> Tensor:
-        """Of a sparse bias, [P, H]."""
+        """Values [P, H] of the pairs of a sparse bias."""
         return self.values
 
     def materialize(self) -> Tensor:
@@ -190,7 +190,7 @@ class BucketBias:
         return replace(self, index=self.index[:, index])
 
     def of_pairs(self) -> Tensor:
-        """Of a sparse bias, [P, H]."""
+        """Values [P, H] of the pairs of a sparse bias."""
         masked = self.index == MASKED_BUCKET
         return self.table.t()[self.index.long().masked_fill(masked, 0)].masked_fill(masked[:, None], -torch.inf)
 
@@ -285,7 +285,7 @@ class ProjectedBias:
         return replace(self, channels=self.channels[:, :, index], mask=mask)
 
     def of_pairs(self) -> Tensor:
-        """Of a sparse bias, [P, H]."""
+        """Values [P, H] of the pairs of a sparse bias."""
         dtype = torch.promote_types(self.channels.dtype, self.weight.dtype)
         return self.channels.to(dtype) @ self.weight.to(dtype).t()
 
@@ -352,7 +352,7 @@ class BorderedBias:
         return self
 
     def shard(self, layout: NodeLayout) -> BorderedBias:
-        """That of the rows of one rank, from that of all nodes."""
+        """The bias of one rank's rows, from that of all nodes."""
         assert self.super_rows is not None
         data = BorderedData(self.relation, self.data, self.super_columns.index, self.super_rows.index)
         return data.shard(layout).bias(self.learned)
@@ -385,7 +385,7 @@ class BorderedData:
         return [self.index, self.super_columns, self.super_rows, *self.relation.lists.values()]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BorderedData:
-        """On that device; kept, as a whole graph is the same in every step: kernels put its pairs into tiles once."""
+        """The data on ``device``; kept, as a graph is the same in every step: kernels put its pairs into tiles once."""
         device = numbered(device)
         if device == self.index.device:
             return self
@@ -407,7 +407,7 @@ class BorderedData:
         return BorderedData(relation, self.index[pairs], columns, self.super_rows[:, :, at])
 
     def bias(self, table: Tensor) -> BorderedBias:
-        """With the table [H, R] of a layer."""
+        """The bias that these data are with the table [H, R] of a layer."""
         return BorderedBias(
             pairs=BucketBias(self.index, table, self.relation),
             super_columns=BucketBias(self.super_columns, table),
@@ -429,7 +429,7 @@ def aligned_columns(columns: int) -> int:
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """The same data, laid out as that of a batch: every row [N] has ``aligned_columns`` in memory."""
+    """x laid out as the data of a batch: every row [N] has ``aligned_columns`` numbers in memory."""
     columns = aligned_columns(x.shape[-1])
     if columns == x.shape[-1]:
         return x

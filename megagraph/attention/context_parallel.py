@@ -225,7 +225,7 @@ def loopback_attention(
 
 
 def _shard(bias: Bias | None, layout: NodeLayout, comm: Comm) -> Bias | None:
-    """What one rank is given of it."""
+    """What one rank is given of a bias of all nodes."""
     if comm == "ulysses":
         return bias
     if bias is None or isinstance(bias, BorderedBias):

@@ -25,10 +25,10 @@ class Engine(Protocol):
     """Computes steps on one kind of device."""
 
     def refusals(self, q: Tensor) -> list[str]:
-        """Why it cannot run here, a sentence each."""
+        """Why the engine cannot run here, a sentence each."""
 
     def takes_short(self, step: Step, q: Tensor, k: Tensor) -> bool:
-        """Whether it takes its path for short sequences; all keys are here."""
+        """Whether the engine takes its path for short sequences; all keys are here."""
 
     def prepare(self, step: Step, q: Tensor) -> Step:
         """The step with what would else be made anew in every step of a ring."""
@@ -193,5 +193,5 @@ def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bo
 
 
 def state_dtype(q: Tensor) -> torch.dtype:
-    """Of sums: fp32, or fp64 for fp64 inputs."""
+    """Dtype of sums: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -58,7 +58,7 @@ def take_relation(bias: Any, field: str) -> None:
 
 
 def check_pairs(name: str, values: Tensor, relation: Relation, axes: tuple[str, ...]) -> None:
-    """Of the values of pairs, [P] or [P, X]."""
+    """Raise ValueError unless ``values`` has a number, or a row, for each pair of a relation: [P] or [P, X]."""
     check_strided(name, values)
     num_pairs = len(relation.columns)
     if values.ndim != 1 + len(axes) or len(values) != num_pairs:

@@ -46,12 +46,12 @@ class Halo:
 
     @property
     def going(self) -> list[int]:
-        """Rows that go to each rank."""
+        """Number of rows that go to each rank."""
         return [len(rows) for rows in self.rows]
 
     @property
     def segments(self) -> Segments:
-        """Of the keys that come."""
+        """Where the keys that come stand: one segment, behind the columns of the rank's own."""
         num_halo = sum(self.coming)
         return [(0, self.relation.num_columns - num_halo, num_halo)]
 

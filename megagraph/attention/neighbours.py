@@ -29,7 +29,7 @@ class Neighbours:
         return [self.weights, *self.relation.lists.values()]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Neighbours:
-        """On that device; kept, as for ``BorderedData``."""
+        """The rows on ``device``; kept, as those of ``BorderedData`` are."""
         device = numbered(device)
         if device == self.weights.device:
             return self
@@ -39,7 +39,7 @@ class Neighbours:
         return self._moved[device]
 
     def shard(self, layout: NodeLayout) -> Neighbours:
-        """What one rank holds of those of all nodes."""
+        """What one rank holds of the rows of all nodes."""
         if layout.world_size == 1:
             return self
         relation, entries = self.relation.take(layout.local_to_global[: layout.block_size])

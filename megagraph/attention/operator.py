@@ -218,7 +218,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _places(tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, ...]]:
-    """Of what may be replaced, freed or made smaller between forward and backward."""
+    """Where and how tensors lie, to see what is replaced, freed or made smaller between forward and backward."""
     there = [x for x in tensors if x is not None]
     return [(x.data_ptr(), x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in there]
 
@@ -300,7 +300,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a step that was checked."""
+    """out and lse of a checked step over all keys."""
     check_values(step)
     out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
@@ -312,7 +312,7 @@ def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 def _checked(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Step:
-    """The only step where all keys are on one rank."""
+    """The step over all keys on one rank, checked; ``short`` only where the engine takes that path."""
     check_operands(step, q, k, v, whole=True)
     short = step.short and q.numel() > 0 and k.numel() > 0 and ENGINES[step.engine].takes_short(step, q, k)
     return step if short == step.short else step.but(short=short)
@@ -366,7 +366,7 @@ def _check_given(q: Tensor, d_out: Tensor, d_lse: Tensor | None) -> None:
 def _gradients(
     step: Step, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, Tensor | None, Tensor, Tensor], learned_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of a step that was checked; ``saved``: d_out, d_lse, out, lse."""
+    """dq, dk, dv and the gradient of the learned part, of a checked step; ``saved``: d_out, d_lse, out, lse."""
     d_out, d_lse, out, lse = saved
     dq, dk, dv = (reuse.empty_like(x) for x in (q, k, v))
     learned = step.learned if learned_grad else None
@@ -416,7 +416,7 @@ _attention_backward.register_autograd(_refuse_second)
 
 
 def _refuse_transforms(key: str) -> None:
-    """A formula of torch.library knows none, and drops the tangents where no input requires a gradient."""
+    """Refuse transforms: formulas of torch.library know none, and drop tangents where no input requires a gradient."""
     kernel = torch.library.get_kernel("megagraph::biased_attention", key)
 
     def autograd(keyset, *arguments):

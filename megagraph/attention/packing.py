@@ -29,13 +29,13 @@ class Rows(NamedTuple):
 
     @classmethod
     def unpadded(cls, padding: Tensor) -> Rows:
-        """Those that are not padding, bool [B, N]."""
+        """The rows that are not padding, bool [B, N]."""
         kept = ~padding.numpy()
         slot = np.ascontiguousarray(np.nonzero(kept)[1])  # a view would be a type of its own, compiled once more
         return cls(np.concatenate([[0], kept.sum(axis=1).cumsum()]), slot, slot)
 
     def packed(self) -> Rows:
-        """The same rows, one after the other."""
+        """These rows as they stand in a tensor that has them alone, one after the other."""
         return self._replace(at=np.arange(len(self.slot)))
 
 

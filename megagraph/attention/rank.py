@@ -39,7 +39,7 @@ class Rank:
         return (self.steps[-1].but(segments=segments),)
 
     def state(self) -> State:
-        """Of the softmax of the rows, and room for its result."""
+        """A softmax state of the rows, to be filled, with room for its result."""
         q, dtype = self.q, state_dtype(self.q)
         m, l, lse = (q.new_empty(q.shape[:3], dtype=dtype) for _ in range(3))
         acc, out = q.new_empty(q.shape, dtype=dtype), torch.empty_like(q)

@@ -72,7 +72,7 @@ class Relation:
 
     @classmethod
     def of_rows(cls, row_starts: Tensor, columns: Tensor, num_columns: int, sequences: int) -> Relation:
-        """From its lists by row, on the host and as they should be."""
+        """A relation from its lists by row, on the host and as they should be."""
         import scipy.sparse as sp  # a bias that is not sparse does without
 
         starts, listed = row_starts.numpy(), columns.numpy()
@@ -114,13 +114,13 @@ class Relation:
     def from_lists(
         cls, name: str, starts: Tensor, columns: Tensor, values: Tensor, num_columns: int
     ) -> tuple[Relation, Tensor]:
-        """The same of one relation, from its row starts [M + 1], columns [P] and values [P, ...]."""
+        """A relation from row starts [M + 1] and columns [P], and the values [P, ...] of its pairs."""
         _check_count(name, len(columns))
         return cls._checked(name, [(starts, columns)], num_columns), values
 
     @classmethod
     def _checked(cls, name: str, given: list[tuple[Tensor, Tensor]], num_columns: int) -> Relation:
-        """From the row starts and columns of each relation."""
+        """A relation from the row starts and columns of each sequence, which are checked."""
         for starts, columns in given:
             _check_lists(name, starts.numpy(), columns.numpy(), num_columns)
         lengths = torch.cat([starts.long().diff() for starts, _ in given])

@@ -89,7 +89,7 @@ def _message(rank: Rank, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _steps(rank: Rank, s: int) -> tuple[Step, ...]:
-    """Of the s-th step of the ring."""
+    """Steps of a rank's rows against the block that visits in the s-th step of the ring; its own at s = 0."""
     if s == 0:
         return rank.steps
     block = rank.layout.block((rank.layout.rank - s) % rank.layout.world_size)

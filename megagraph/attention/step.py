@@ -40,7 +40,7 @@ class Arguments:
 
     @classmethod
     def schema(cls) -> str:
-        """Of the fields, as torch.library writes it."""
+        """Schema of the fields as arguments of an operator, as torch.library writes it."""
         hints = get_type_hints(cls)
         kinds = {name: _IN_SCHEMA[hints[name]] for name in _names(cls)}
         kinds |= {name: kinds[name].replace("Tensor", f"Tensor({name}!)") for name in cls.WRITTEN}
@@ -51,17 +51,17 @@ class Arguments:
         return tuple(self.values().values())
 
     def values(self) -> dict[str, Any]:
-        """By name. The compiler of PyTorch 2.11 knows no ``vars``, which take half the time of anything else."""
+        """The fields by name. PyTorch 2.11's compiler knows no ``vars``, which take half the time of anything else."""
         return {name: getattr(self, name) for name in _names(self)} if is_compiling() else vars(self)
 
     @classmethod
     def read(cls: type[T], values: Iterator[Any]) -> T:
-        """From the next values, as many as there are fields."""
+        """An instance from the next values, as many as there are fields."""
         return cls(**{name: next(values) for name in _names(cls)})
 
     @classmethod
     def of(cls: type[T], values: dict[str, Any]) -> T:
-        """From all fields by name, past the constructor, which takes several times as long."""
+        """An instance from all fields by name, past the constructor, which takes several times as long."""
         if is_compiling():
             return cls(**values)
         made = cls.__new__(cls)
@@ -119,7 +119,7 @@ class Step(Arguments):
         return cls(**given | {"segments": list(zip(numbers, numbers, numbers, strict=True))})
 
     def split(self) -> tuple[dict[str, Any], tuple[Tensor | None, ...]]:
-        """Its fields without its tensors, and these, which autograd keeps."""
+        """Values of the fields, ``None`` for tensors, and the tensors, which autograd keeps."""
         values = self.values()
         return values | _NO_TENSORS, tuple(map(values.__getitem__, _NO_TENSORS))
 

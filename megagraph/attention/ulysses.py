@@ -29,12 +29,12 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def own_heads(layout: NodeLayout, each: int) -> slice:
-    """Of this rank, where a rank has so many."""
+    """The heads of this rank, where every rank has ``each`` of them."""
     return slice(layout.rank * each, (layout.rank + 1) * each)
 
 
 def bias_of_heads(bias: Bias | None, heads: slice) -> Bias | None:
-    """Its learned part cut by heads, which the data do not have; differentiable."""
+    """The bias of some heads: its learned part cut by them, which the data do not have; differentiable."""
     if bias is None:
         return None
     if isinstance(bias, BorderedBias):

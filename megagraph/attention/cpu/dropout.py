@@ -34,7 +34,7 @@ def mix32(h):
 
 @jit()
 def pair_hash(row_key, column):
-    """Of eight rows and columns; a pair is dropped where it is below the threshold."""
+    """Hash of eight pairs, uint32, from row keys and columns; a pair is dropped where it is below the threshold."""
     # the fold of a sum without carries is that of its parts, of which one stays while the other runs
     return _mix_folded(_fold(row_key) ^ _fold(column * splat(_GOLDEN)))
 

@@ -31,7 +31,7 @@ _AT_ONCE = 32  # entries of two lists that are compared
 
 
 class Lists(NamedTuple):
-    """Of a relation, as ``step.Step`` has them."""
+    """The lists of a relation by row and by key, as ``step.Step`` has them."""
 
     row_starts: np.ndarray
     columns: np.ndarray
@@ -192,7 +192,7 @@ def _add_to(out, at, x, y):
 
 @_part
 def bias_of(pair, bias, group, heads, H, lane):
-    """Of eight heads; ``lane`` is scratch."""
+    """Bias of a pair, of eight heads; ``lane`` is scratch."""
     if bias.form == BUCKET:
         return load(bias.learned, LANES * (group * bias.width + np.intp(item(bias.buckets, pair))))
     if bias.form == PROJECTED:
@@ -251,7 +251,7 @@ def first_from(columns, start, end, column):
 
 @_part
 def row_key_of(keys, group, row):
-    """Of eight heads, groups counted through all sequences, for the dropout of a row; nothing where none is dropped."""
+    """Dropout keys of a row, of eight heads, groups counted through all sequences; zeros where none is dropped."""
     if len(keys) == 0:
         return splat(np.uint32(0))
     return mix32(load(keys, LANES * group) ^ splat(np.uint32(row)))

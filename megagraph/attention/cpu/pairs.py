@@ -399,7 +399,7 @@ def _written(x: Tensor, compute: torch.dtype) -> Iterator[Tensor]:
 
 
 def _costs_of_keys(lists: Lists, work: Work) -> np.ndarray:
-    """Of every visiting key, over all sequences."""
+    """Cost of every visiting key, over all heads and sequences."""
     costs, counts = np.ones(work.num_keys, np.int64), np.diff(lists.key_starts)
     if not work.shared:
         counts = counts.reshape(work.S, -1).sum(axis=0)

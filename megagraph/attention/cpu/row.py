@@ -67,7 +67,7 @@ def gather_rows(x, sequence, rows, first, n, D, out):
 
 @_part
 def scatter(x, x_at, heads, width, out, at):
-    """Back: x [width, 8] into rows of several heads of a plane."""
+    """x [width, 8] into rows of several heads of a plane, the way back of :func:`gather`."""
     memory, stride, done = out.memory, out.stride_h, 0
     if heads == LANES:
         while done + LANES <= width:
@@ -150,7 +150,7 @@ def fill(x, size, value):
 
 @_part
 def rescale(x, at, size, factor):
-    """By a vector."""
+    """Multiply x[at..at + size] by a vector of eight, one factor a head."""
     for i in range(at, at + size, LANES):
         store(x, i, load(x, i) * factor)
 
@@ -241,7 +241,7 @@ def exponentials(s, n):
 
 
 def num_groups(heads):
-    """Of eight heads, to hold them all."""
+    """Number of groups of eight heads that hold all ``heads``."""
     return -(-heads // LANES)
 
 
@@ -254,7 +254,7 @@ def head_keys_of(step: Step, heads: int) -> np.ndarray:
 
 
 def up(size):
-    """To a multiple of 4."""
+    """``size`` rounded up to a multiple of 4."""
     return (size + _UNROLLED - 1) // _UNROLLED * _UNROLLED
 
 

@@ -170,7 +170,7 @@ def _side_by_side_as(x: Tensor) -> Tensor:
 
 
 def _bias(step: Step, heads: int) -> BiasArrays:
-    """With ``learned`` [G, R, 8], flat."""
+    """The bias of a step, with ``learned`` as [G, R, 8], flat."""
     bias = bias_arrays(step, torch.float32)
     lanes = np.zeros((num_groups(heads) * LANES, bias.at.num_learned), np.float32)
     lanes[:heads] = bias.learned.reshape(heads, -1)

@@ -70,7 +70,7 @@ class _Work(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of the softmax, as ``step.State`` has it."""
+    """The softmax so far, as ``step.State`` has it, in planes."""
 
     m: Plane
     l: Plane

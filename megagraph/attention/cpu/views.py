@@ -27,12 +27,12 @@ class Plane(NamedTuple):
 
 @jit()
 def place_of(x, at):
-    """Of a row (b, h, row) in the memory of a plane."""
+    """Place of a row (b, h, row) in the memory of a plane."""
     return at[0] * x.stride_b + at[1] * x.stride_h + at[2] * x.stride_row
 
 
 class Strides(NamedTuple):
-    """Of the arrays of a bias, and what it is."""
+    """Strides of the arrays of a bias, and its form and sizes."""
 
     form: int
     num_learned: int  # R, of a head: 256 buckets (255 = masked) or C channels
@@ -91,7 +91,7 @@ def plane(x: Tensor | None, dtype: torch.dtype) -> Plane:
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of a plane; 0 where all share what stands there once."""
+    """Strides of a plane along b, h and rows; 0 where all share what stands there once."""
     return _stride(x, 0), _stride(x, 1), x.stride(2)
 
 
