@@ -47,7 +47,7 @@ class Share:
             raise ValueError(f"expected dp = {self.dp} weights of at least 1, got {self.weights}")
 
     def sequences(self, number: int) -> range:
-        """Which ones of a batch of so many the rank has."""
+        """Which sequences of a batch of so many the rank has."""
         cuts = deal(number, self.weights or (1,) * self.dp)
         return range(cuts[self.dp_rank], cuts[self.dp_rank + 1])
 
@@ -145,7 +145,7 @@ class Batch:
         return self.map(Tensor.pin_memory)
 
     def without_features(self) -> Batch:
-        """What a rank that does not embed has of it."""
+        """What a rank that does not embed has of the batch."""
         return replace(self, **no_rows(self.features.shape[1]))
 
     def memory(self) -> list[Tensor]:

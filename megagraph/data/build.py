@@ -46,11 +46,11 @@ class Builder(ABC):
         self._super_degrees = rounded(degrees)
 
     def layout(self, num_nodes: int, num_super: int, share: Share, slots: np.ndarray | None = None) -> NodeLayout:
-        """Of sequences of so many regular and super nodes over the ranks of a share; ``slots``: as for ``_batch``."""
+        """Layout of so many regular and super nodes over the ranks of a share; ``slots``: as for ``_batch``."""
         return NodeLayout(num_nodes, num_super, share.cp_rank, share.cp)
 
     def _bias_layout(self, layout: NodeLayout, share: Share) -> NodeLayout:
-        """That of the rows of the bias."""
+        """Layout of the rows of the bias: all of them where the share asks for the whole bias."""
         return NodeLayout(layout.num_nodes, layout.num_super) if share.whole_bias else layout
 
     def _super_rows(self, regular: np.ndarray, supers: np.ndarray) -> np.ndarray:
@@ -58,7 +58,7 @@ class Builder(ABC):
         return supers
 
     def _super_nodes(self, regular: np.ndarray) -> SuperRows:
-        """These rows, of sequences with the regular nodes [b, N']."""
+        """Rows of super nodes, for sequences with the regular nodes [b, N']."""
         return SuperRows(features=self.coarsening.features, degrees=self._super_degrees)
 
     def num_bytes(self, batch_size: int, share: Share) -> int:
@@ -85,12 +85,12 @@ class Builder(ABC):
 
     @property
     def in_features(self) -> int:
-        """d_in of its batches."""
+        """Width d_in of the features of batches."""
         return self.graph.in_features + self.label_columns
 
     @property
     def num_rows(self) -> int:
-        """Nodes and super nodes."""
+        """Number of rows: nodes and super nodes."""
         return self.graph.num_nodes + self.coarsening.num_parts
 
     def _batch(
@@ -205,5 +205,5 @@ class Builder(ABC):
 
 
 def rounded(degrees: np.ndarray) -> np.ndarray:
-    """To int64."""
+    """Degrees rounded to int64."""
     return np.rint(degrees).astype(np.int64)

@@ -81,7 +81,7 @@ def _read(path: Path, file: BufferedReader, expected: dict[str, Any], rule: _Rul
 
 
 def _anything(_: int, entries: np.ndarray) -> None:
-    """For the checksum alone."""
+    """The rule that takes anything: entries are read for the checksum alone."""
 
 
 def _range(path: Path, low: int, high: int) -> _Rule:
@@ -111,7 +111,7 @@ def _starts(path: Path, starts: np.ndarray, stop: int) -> _Rule:
 
 
 def _columns(path: Path, starts: np.ndarray, num_columns: int, *, loops: bool) -> _Rule:
-    """In range and ascending in every row; with ``loops`` a row may name itself. The row starts are right already."""
+    """A rule: columns are in range and ascend in every row, own ones only with ``loops``; row starts are right."""
     from megagraph.data.traversal import misplaced  # numba takes a second to import
 
     row, previous = 0, -1

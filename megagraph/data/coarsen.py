@@ -80,7 +80,7 @@ def nested_partition(graph: Graph, num_parts: int, sizes: np.ndarray) -> np.ndar
 
 
 def _kept(graph: Graph, num_parts: int, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The parts that ``make`` makes, from the folder of the graph where they are there."""
+    """The parts that ``make`` makes, read from the folder of the graph where they are kept there."""
     if num_parts == 1:
         return np.zeros(graph.num_nodes, np.int32)
     name = f"partition-{kind}-{num_parts}-{graph.fingerprint()}.npy"
@@ -96,7 +96,7 @@ def _kept(graph: Graph, num_parts: int, kind: str, make: Callable[[], np.ndarray
 
 
 def _is_partition(parts: np.ndarray, num_parts: int) -> bool:
-    """In at most ``num_parts`` parts, numbered without gaps."""
+    """Whether parts are at most ``num_parts``, numbered without gaps."""
     return 0 <= parts.min() <= parts.max() < num_parts and bool(np.bincount(parts).all())
 
 

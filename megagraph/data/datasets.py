@@ -47,7 +47,7 @@ def _ogb(root: Path, name: str, seed: int) -> Graph:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Another process that reads data sets of this folder waits: those libraries write what they make of raw files
+    """Let other processes that read data sets of this folder wait: those libraries write what they make of raw files
     in place, and a second one would read half of it."""
     lock = FileLock(root / ".lock")
     with suppress(OSError, NotImplementedError):  # the folder may only be read, or its file system has no locks

@@ -119,7 +119,7 @@ class FullBatches(Builder):
         return num_bytes + _NEIGHBOUR_BYTES * int((degrees + 1).sum())
 
     def slots(self, regular: np.ndarray) -> np.ndarray:
-        """Of the regular nodes [1, N'] of a batch, int64 [N'], ascending."""
+        """Slots of the regular nodes [1, N'] of a batch, int64 [N'], ascending."""
         return self.structure.slots(self._relabelled(regular))
 
     def cuts(self, world_size: int, slots: np.ndarray | None = None) -> tuple[int, ...]:
@@ -173,20 +173,20 @@ class FullBatches(Builder):
         return replace(built, labels=here, num_targets=int((labels >= 0).sum()))
 
     def _neighbours(self, nodes: np.ndarray) -> Neighbours:
-        """Among these, as they follow in the sequence."""
+        """Rows of A~ among these nodes, as they follow in the sequence."""
         matrix = normalized_adjacency(self.graph.adjacency[nodes][:, nodes])
         starts, columns = torch.from_numpy(matrix.indptr).long(), torch.from_numpy(matrix.indices).int()
         return Neighbours(Relation.of_rows(starts, columns, len(nodes), 1), torch.from_numpy(matrix.data))
 
     def _shown(self, regular: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Whose labels are input, bool [V]."""
+        """Which nodes' labels are input, bool [V]."""
         if (label_mask & ~self._known).any():
             return self._known
         drawn = self._known & (rng.random(len(self._known)) < self._part)
         return drawn if (label_mask & ~drawn)[regular].any() else np.zeros_like(drawn)
 
     def _columns(self, batch: Batch, shown: np.ndarray) -> torch.Tensor:
-        """Of every row of its features, [U, classes]."""
+        """Labels that are input, as 0 or 1 beside every row of a batch's features, [U, classes]."""
         nodes = batch.node_ids.numpy()
         rows = np.flatnonzero((nodes >= 0) & (nodes < len(shown)))
         rows = rows[shown[nodes[rows]]]

@@ -258,7 +258,7 @@ class Graph:
 
 
 def _checked(split: Split, num_nodes: int) -> Split:
-    """The same, sorted, int64."""
+    """The split with sorted ids, int64; ValueError unless each is of this graph, and there once."""
     parts = {part: np.asarray(getattr(split, part)) for part in PARTS}
     for part, nodes in parts.items():
         if nodes.ndim != 1 or (len(nodes) and nodes.dtype.kind not in "iu"):
@@ -301,7 +301,7 @@ def _several_labels(y: np.ndarray) -> np.ndarray:
 
 
 def csr_arrays(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As the compiled loops take them: int64 and int32 (no copy where they are), of a mapped file its plain view."""
+    """indptr int64, indices int32, as compiled loops take them: no copy where they are; of mapped files plain views."""
     return np.asarray(indptr, np.int64), np.asarray(indices, np.int32)
 
 

@@ -53,13 +53,13 @@ def read_header(folder: Path | str) -> dict[str, Any]:
 
 
 def write_header(folder: Path, values: dict[str, Any]) -> None:
-    """Without a header, a folder is no store."""
+    """Write the header, without which a folder is no store."""
     values = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex} | values
     files.write_json(folder / "header.json", values)
 
 
 def num_bytes(array: dict[str, Any]) -> int:
-    """Of the file of an array, as the header describes it."""
+    """Bytes of the file of an array, as the header describes it."""
     dtype = np.dtype(array["dtype"])
     return len(npy_head(array["shape"], dtype)) + math.prod(array["shape"]) * dtype.itemsize
 

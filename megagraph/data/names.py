@@ -66,6 +66,6 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Names(Vocabulary):
-    """The same, and the ids of nodes."""
+    """Classes, columns, and the ids of nodes."""
 
     ids: Ids

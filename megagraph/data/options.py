@@ -151,12 +151,12 @@ class BatchOptions:
 
     @property
     def num_pair_buckets(self) -> int:
-        """Of two regular nodes, in full batches."""
+        """Number of buckets for pairs of two regular nodes, in full batches."""
         return 1 + PAIR_CLASSES * (self.hops + (self.top > 0))
 
     @property
     def num_full_buckets(self) -> int:
-        """Of all nodes, in full batches."""
+        """Number of buckets for pairs of any nodes, in full batches."""
         return self.num_pair_buckets + self.max_distance + 4
 
     @property

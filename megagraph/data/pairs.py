@@ -71,7 +71,7 @@ class PairBuckets:
 
     @property
     def start(self) -> tuple[float, ...]:
-        """Minus the distance of every bucket; super nodes and tokens, which all see, weigh together as one would."""
+        """Initial values: minus the distance of every bucket; super nodes and tokens weigh together as one would."""
         distances = [*range(self.max_distance + 2), 0, 0]
         return (*(-float(h) for h in self._hops_of_buckets), *(-self._log_super - d for d in distances))
 
@@ -80,7 +80,7 @@ class PairBuckets:
         return len(self.index)
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
-        """Of the data of a batch."""
+        """Bytes of a rank's data of a batch."""
         block, starts = layout.block(), self.relation.row_starts
         pairs = int(starts[block.stop] - starts[block.start])
         borders = layout.num_super * (len(block) + layout.num_local)
@@ -96,7 +96,7 @@ class PairBuckets:
         return BorderedData(relation, index, torch.from_numpy(columns), torch.from_numpy(rows)).shard(layout)
 
     def slots(self, regular: np.ndarray) -> np.ndarray:
-        """Of nodes [1, N'], int64 [N']."""
+        """Slots of the nodes [1, N'], int64 [N']."""
         return self._slots[regular[0]]
 
     def among(self, slots: np.ndarray) -> tuple[Relation, torch.Tensor]:
@@ -148,7 +148,7 @@ def _pairs(
 
 
 def _classified(matrix: sp.csr_array, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row starts int64 and columns int32 of its entries, and their buckets, of which the classes begin at ``first``."""
+    """Row starts int64 and columns int32 of a matrix, and buckets of its entries, whose classes begin at ``first``."""
     buckets = np.empty(matrix.nnz, np.uint8)
     for start in range(0, matrix.nnz, _CHUNK):
         some = matrix.data[start : start + _CHUNK]

@@ -78,7 +78,7 @@ class Pagerank:
         return float(found.weights.sum(dtype=np.float64) / others) if others > 0 else 1.0
 
     def push(self, sources: np.ndarray) -> Neighbors:
-        """The same, computed now."""
+        """The candidates of the nodes [S], strongest first, computed now."""
         from megagraph.data import traversal
 
         counts, nodes, weights, _ = traversal.pagerank(

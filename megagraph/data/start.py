@@ -44,7 +44,7 @@ def bias_labels(options: BatchOptions) -> list[str]:
 
 
 def channel_deviations(builder: Builder) -> tuple[float, ...]:
-    """Of every channel over those pairs, in some sequences.
+    """Standard deviation of every channel, over the pairs of two nodes where it is not 0, in some sequences.
 
     Rounded to three digits: machines may sum in another order, and must agree.
     """

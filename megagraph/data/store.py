@@ -247,7 +247,7 @@ class StoredGraph(Graph):
             Graph._check_values(self)  # a class with slots has no super()
 
     def fingerprint(self) -> str:
-        """From the checksums in the header, whatever was replaced since; reads nothing."""
+        """Fingerprint from the checksums in the header, whatever was replaced since; reads nothing."""
         return self.identity
 
     def __reduce__(self) -> tuple[Any, ...]:

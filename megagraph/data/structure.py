@@ -178,8 +178,8 @@ def _power_table(
 
 
 def _kept_bytes(adjacency: Graph | sp.csr_array, num_powers: int, most_bytes: float) -> tuple[float, np.ndarray | None]:
-    """Of powers 1..h in the pattern of A~^h, and the entries of its rows [V]; no entries, where less than all of them
-    tells that the bytes are above ``most_bytes``."""
+    """Bytes of powers 1..h in the pattern of A~^h, and the entries of its rows [V]; no entries where less than all of
+    them tells that the bytes are above ``most_bytes``."""
     from megagraph.data import traversal
 
     of_entry = 4 * (1 + num_powers)
@@ -273,12 +273,12 @@ class BiasChannels:
 
     @property
     def start(self) -> tuple[float, ...]:
-        """All powers weigh as much as one together."""
+        """Initial weights of the channels: all powers weigh as much as one together."""
         powers = self.powers.num_powers
         return (*[1.0 / powers] * powers, *[0.0] * (self.size - powers))
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
-        """Of the channels of this many sequences.
+        """Bytes of a rank's channels of so many sequences.
 
         Raises:
             ValueError: more than MAX_CHANNEL_BYTES.
@@ -366,12 +366,12 @@ class DistanceBuckets:
 
     @property
     def start(self) -> tuple[float, ...]:
-        """Minus the distance of every bucket."""
+        """Initial value of every bucket: minus its distance."""
         distances = [-float(d) for d in range(self.max_distance + 2)]
         return (*distances, *distances, 0.0, 0.0)
 
     def num_bytes(self, num_sequences: int, layout: NodeLayout) -> int:
-        """Of the buckets of this many sequences."""
+        """Bytes of a rank's buckets of so many sequences."""
         return num_sequences * layout.num_local * aligned_columns(layout.num_columns)
 
     def build(self, regular: np.ndarray, supers: np.ndarray, layout: NodeLayout) -> torch.Tensor:

@@ -230,7 +230,7 @@ def _check_named(table: pl.DataFrame, name: str, path: Path | None) -> None:
 def _labels(
     tables: Tables, columns: pl.DataFrame, row_of: Any, like: Graph | None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Of all nodes as of ``Graph``, and the names of the classes, from these columns of nodes or a file of labels."""
+    """Labels of all nodes, as of ``Graph``, and names of the classes, from columns of nodes or a file of labels."""
     num_nodes = len(row_of.categories)
     known = () if like is None or like.names is None else like.names.classes
     if tables.labels is None and columns.width == 0:
@@ -302,7 +302,7 @@ def _words(given: pl.Series) -> pl.Series:
 
 
 def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[str, ...]:
-    """All there are, or those that are known; numbers in the order of their values."""
+    """Names of the classes, all there are or those that are known; numbers in the order of their values."""
     found = given.drop_nulls().unique().sort().to_list()
     try:
         values = [float(name) for name in found]
@@ -416,7 +416,7 @@ def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | Non
 
 
 def _numbers(given: pl.Series) -> np.ndarray:
-    """fp64, nothing is NaN."""
+    """A column as fp64; nothing is NaN."""
     polars = _polars()
     numbers: np.ndarray = given.cast(polars.Float64).fill_null(float("nan")).to_numpy()
     return numbers

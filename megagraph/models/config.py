@@ -97,5 +97,5 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelConfig:
-        """From the values of a JSON object; ValueError names a field that is not right."""
+        """A configuration from the values of a JSON object; ValueError names a field that is not right."""
         return files.typed(cls, values, "the sizes of a model")

@@ -137,7 +137,7 @@ class GraphTransformerLayer(nn.Module):
         return x + hidden_dropout(h, self.dropout, keys[_AFTER_FFN], context.layout, packing)
 
     def _convolved(self, weight: nn.Linear, x: Tensor, context: Context) -> Tensor:
-        """Of the regular rows of one sequence, [1, R, d]."""
+        """Convolution of the regular rows of one sequence, [1, R, d]."""
         layout, mesh = context.layout, self.attention.mesh
         assert context.neighbours is not None
         exchange = None if mesh is None or layout.world_size == 1 else make_exchange(mesh, x.device)
@@ -160,6 +160,6 @@ def _with_first_rows(x: Tensor, more: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """In the dtype in which autocast's products read it, once for all of them."""
+    """x in the dtype in which autocast's products read it, rounded once for all of them."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

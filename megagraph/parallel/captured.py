@@ -77,7 +77,7 @@ class CapturedSteps:
         return loss
 
     def _inverse(self, num_targets: int) -> Tensor:
-        """By which a GPU multiplies where it is to divide."""
+        """1 / num_targets on the device, by which a GPU multiplies where it is to divide."""
         return torch.full((), 1 / num_targets, dtype=torch.float64, device=self._device)
 
     def _step(self, inverse: Tensor, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Results:

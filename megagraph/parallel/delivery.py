@@ -81,7 +81,7 @@ class NodeLoader:
         return self._loader.num_nodes
 
     def epoch(self, epoch: int, start: int = 0) -> Epoch:
-        """As of :class:`Loader`; all ranks of the group iterate over it, and leave it after the same batch."""
+        """An epoch as of :class:`Loader`; all ranks of the group iterate over it, and leave it after the same batch."""
         return Epoch(self._loader.epoch(epoch, start), self._group)
 
 
@@ -128,7 +128,7 @@ def _receive(group: dist.ProcessGroup) -> Callable[[], Batch]:
 
 
 def _room(tensor: Tensor) -> int:
-    """Bytes up to where the next one begins."""
+    """Bytes from where a tensor begins to where the next one does."""
     return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
 
 

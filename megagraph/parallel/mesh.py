@@ -211,7 +211,7 @@ def on_one_process_first(function: Callable[[], T]) -> T:
 
 
 def ranks_of_nodes() -> list[list[int]]:
-    """Of every node of torchrun, or every host without it; the same on all ranks. Collective."""
+    """Ranks of every node of torchrun, or of every host without it; the same on all ranks. Collective."""
     nodes: dict[str, list[int]] = {}
     for rank, node in enumerate(all_gather(os.environ.get("GROUP_RANK", socket.gethostname()))):
         nodes.setdefault(node, []).append(rank)

@@ -111,12 +111,12 @@ class Stage(nn.Module):
 
     @property
     def wire(self) -> torch.device:
-        """Where hidden states wait to be sent."""
+        """Device on which hidden states wait to be sent."""
         return torch.device("cpu") if self.through_host else self.device
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of what goes from stage to stage."""
+        """Dtype of the hidden states that go from stage to stage."""
         return next(self.parameters()).dtype
 
     @record_function("stage forward")
@@ -314,7 +314,7 @@ class Pipeline:
         return split_args_kwargs_into_chunks((), inputs, num, None, _chunk_specs(batch, inputs, num))[1]
 
     def _schedule(self, batch: Batch, inputs: dict[str, Any], *, training: bool) -> tuple[Schedule, list[_Part]]:
-        """One for every shape of batch: what stages send each other is declared once and never looked at again.
+        """A schedule for every shape of batch: what stages send each other is declared once and never looked at again.
 
         Each holds buffers of b * S * d for what its stages receive, and in training as much for gradients; those not
         used for longest are given up. Shapes are few: of all sizes of a loader's batches only b differs.
@@ -382,7 +382,7 @@ def _collect_gradient(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _chunk_spec(name: str, x: Any, batch_size: int) -> Any:
-    """By sequences, but for what all sequences share; torch would cut that along its first axis, too."""
+    """How an input is cut: by sequences, but for what all of them share, which torch would cut along its first axis."""
     if isinstance(x, Embedded):
         return Embedded._make(TensorChunkSpec(0) for _ in x)
     shared = not isinstance(x, Tensor) or (name == "structure" and len(x) == 1 < batch_size)

@@ -90,7 +90,7 @@ class Stop:
 
     @property
     def reason(self) -> str:
-        """Why, as far as this rank knows."""
+        """Why the run leaves, as far as this rank knows."""
         return self._reason or "another rank"
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

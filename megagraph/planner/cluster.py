@@ -102,11 +102,11 @@ class Cluster:
         return self.nodes[0].devices
 
     def memory_bytes(self, world_size: int) -> list[float]:
-        """That each of the first ranks may use."""
+        """Bytes that each of the first ranks may use."""
         return self._of_ranks([kind.memory_gib * 2**30 for kind in self.nodes], world_size)
 
     def cost_model(self, world_size: int) -> CostModel:
-        """Of the first ranks: what the first kind of device takes, and how much longer others do.
+        """The cost model of the first ranks: what the first kind of device takes, and how much longer others do.
 
         Raises:
             FileNotFoundError, ValueError: a cost file is not there, or not one; it names no model.

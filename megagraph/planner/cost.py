@@ -204,7 +204,7 @@ class CostModel:
     # ---- the same from what a rank holds, which a search computes once
 
     def workload_of(self, workload: Workload | None) -> Workload:
-        """That workload, or the profile's."""
+        """The workload that is given, or the profile's."""
         given = workload or self.workload
         if given is None:
             raise ValueError("the cost model's rows name no workload; pass workload=Workload(batch_sequences=..., ...)")
@@ -248,7 +248,7 @@ class CostModel:
         return terms | {"loader stall": self._stall(work, sum(terms.values()))}
 
     def _replicas(self, work: RankWork) -> list[tuple[int, tuple[float, ...]]]:
-        """Of every replica, its sequences, and slowness of each rank of its pipeline."""
+        """Sequences of every replica, and slowness of each rank of its pipeline."""
         plan = work.plan
         # without shares, who has one sequence less does not matter
         dealt = plan.sequences(work.whole_batch) if plan.shares else plan.dp * [work.batch_sequences]
@@ -348,7 +348,7 @@ class CostModel:
         return self.bound_with(work, self.passes_bound(work, tables, layers))
 
     def passes_bound(self, work: RankWork, tables: StageTables, layers: Sequence[int] = ()) -> float:
-        """The passes and the sum of gradients of it, whether or not parameters are sharded."""
+        """Seconds of the passes and the sum of gradients at least, whether or not parameters are sharded."""
         plan = work.plan
         fastest = min(self.slowness) if self.knows_ranks(plan) else 1.0
         tables = tables if fastest == 1.0 else self.stage_tables(work, fastest)
@@ -360,7 +360,7 @@ class CostModel:
         return pipeline_bound(plan, tables, work.config.layers, wires, layers) + reduced
 
     def bound_with(self, work: RankWork, passes: float) -> float:
-        """The whole bound, where these are known."""
+        """Seconds of a step at least, where those of :meth:`passes_bound` are known."""
         most = _parameters(work.config, work.codes)[1] / work.plan.pp
         sharding = self._sharding(work, math.ceil(work.config.layers / work.plan.num_stages), most)
         seconds = passes + sharding + self._optimizer(work, most)
@@ -371,11 +371,11 @@ class CostModel:
         return ("pp", "dp") if self._links.spans_nodes(world_size) or len(self.slowness) == world_size else ("pp",)
 
     def knows_ranks(self, plan: Plan) -> bool:
-        """Whether each of its ranks was measured, as they differ."""
+        """Whether each rank of a plan was measured, as they differ."""
         return len(self.slowness) == plan.world_size
 
     def _slowness(self, plan: Plan) -> list[tuple[float, ...]]:
-        """Of every replica, of each rank of its pipeline: that of the slowest of its ring."""
+        """Slowness of each rank of every replica's pipeline: that of the slowest of its ring."""
         if not self.knows_ranks(plan):
             return plan.dp * [plan.pp * (1.0,)]
         slowest = np.asarray(self.slowness)[ranks_of(plan)].max(axis=2)
@@ -417,6 +417,6 @@ class CostModel:
 
 @cache
 def _parameters(config: ModelConfig, codes: int) -> tuple[float, float]:
-    """Of a first stage of one layer, and of all stages."""
+    """Parameters of a first stage of one layer, and of all stages."""
     first, rest = stage_parameters(config, [1.0, config.layers - 1.0], codes).tolist()
     return first, first + rest

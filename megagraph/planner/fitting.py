@@ -281,7 +281,7 @@ def _least_squares(
 
 
 def _fit_links(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Of long messages more than of short ones, which a link may let through at another rate: they take the time.
+    """Rates of every link, of long messages more than of short ones, which it may let through at another rate.
 
     A link may take some bytes at once, its burst, and send them later: what of it makes the least error.
     """

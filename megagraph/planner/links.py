@@ -39,7 +39,7 @@ class Wire(NamedTuple):
 
     @property
     def total(self) -> float:
-        """From its start to its arrival."""
+        """Seconds from a message's start to its arrival."""
         return self.seconds + self.latency
 
 
@@ -58,7 +58,7 @@ class Links:
     own: bool = False
 
     def boundaries(self, plan: Plan, size: float) -> list[Wire]:
-        """From each stage to the next; as long as the way back.
+        """Messages from each stage to the next; those of the way back take as long.
 
         Where replicas share the link of a node they send one after the other, in two groups.
         """
@@ -76,24 +76,24 @@ class Links:
         return [wires[stage % plan.pp] for stage in range(plan.num_stages - 1)]
 
     def groups(self, plan: Plan) -> int:
-        """Of replicas that send over one link one after the other, see ``boundaries``."""
+        """Groups of replicas that send over one link one after the other, see ``boundaries``."""
         if self.per_node is None or plan.pp == 1 or self.own:
             return 1
         flows = (_to_next_stage(_shape(plan), plan.strides, i, self.per_node) for i in range(plan.pp))
         return 2 if max(flows) > 1 else 1
 
     def hop(self, plan: Plan, size: float) -> Wire:
-        """Every rank of every ring sends to the next one."""
+        """A message that every rank of every ring sends to the next one."""
         return self._wire(size, _around(_shape(plan), plan.strides, 1, self.per_node), "hop")
 
     def to_all(self, plan: Plan, size: float) -> float:
-        """Every rank sends as much to each other one of its ring: its own link has P - 1 messages, its node's all that
-        leave."""
+        """Seconds in which every rank sends as much to each other one of its ring: its own link has P - 1 messages, its
+        node's all that leave."""
         inside = self._wire(size * (plan.cp - 1), 0)
         return max(inside.total, self._wire(size, _to_all(plan.cp, plan.world_size, self.per_node)).total)
 
     def shared(self, plan: Plan, size: float) -> float:
-        """Every rank sends so much to others of its ring, nobody knows to which."""
+        """Seconds in which every rank sends so much to others of its ring, nobody knows to which."""
         spans = _around(_shape(plan), plan.strides, 1, self.per_node) > 0
         return self._wire(size, min(self.per_node or 1, plan.cp) if spans else 0).total
 
@@ -112,7 +112,7 @@ class Links:
         return self.per_node is not None and world_size > self.per_node
 
     def _wire(self, size: float, flows: int, kind: str = "transfer") -> Wire:
-        """Of a message of ``size`` bytes, where at most so many leave a node; 0: none does.
+        """What a message of ``size`` bytes takes, where at most so many leave a node; 0: none does.
 
         A "hop" is one of many: all ranks of a ring send and receive at once.
         """
@@ -123,7 +123,7 @@ class Links:
         return Wire(per_byte * size * self._sharing(flows), call, per_byte * burst)
 
     def _sharing(self, flows: int) -> int:
-        """Messages of so many that leave a node, that take one link."""
+        """How many of the messages that leave a node take one link."""
         return 1 if self.own else max(flows, 1)
 
     def _rates(self, flows: int) -> Rates:
@@ -132,7 +132,7 @@ class Links:
 
 
 def ranks_of(plan: Plan) -> Ranks:
-    """[pp, dp, cp]"""
+    """The ranks of a plan, [pp, dp, cp]."""
     return _ranks(_shape(plan), plan.strides)
 
 
@@ -154,7 +154,7 @@ def _to_next_stage(shape: tuple[int, int, int], strides: tuple[int, int, int], s
 
 @cache
 def _around(shape: tuple[int, int, int], strides: tuple[int, int, int], dims: int, per_node: int | None) -> int:
-    """Of rings over the last dims, side by side."""
+    """Most messages of one node to or from others in rings over the last dims, side by side."""
     rings = _ranks(shape, strides).reshape(-1, math.prod(shape[-dims:]))
     return _most_that_leave(rings, np.roll(rings, -1, axis=1), per_node)
 
@@ -169,7 +169,7 @@ def _to_all(size: int, world_size: int, per_node: int | None) -> int:
 
 
 def _most_that_leave(source: Ranks, target: Ranks, per_node: int | None) -> int:
-    """Of messages between ranks, those that leave one node, or enter one; 0 where all stay inside."""
+    """Most messages between ranks that leave one node, or enter one; 0 where all stay inside."""
     if per_node is None:
         return 0
     source, target = source.ravel(), target.ravel()

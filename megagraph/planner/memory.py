@@ -58,7 +58,7 @@ def stage_totals(rates: Rates, work: RankWork, counts: Floats, parameters: Float
 def _tensor_bytes(
     rates: Rates, work: RankWork, counts: Floats, parameters: Floats, kept: Kept
 ) -> tuple[Floats, Floats, Floats]:
-    """Of parameters, activations and boundaries, as above."""
+    """Bytes of parameters, activations and boundaries, as of :func:`stage_bytes`."""
     plan, replicas = work.plan, work.plan.cp * work.plan.dp
     parameters = work.sum_bytes / (replicas if plan.shard else 1) * parameters
     gradients = parameters * (1 if plan.shard or replicas == 1 else 2)  # DDP holds buckets, too
@@ -78,7 +78,7 @@ def _tensor_bytes(
 
 
 def kept_bytes(rates: Rates, work: RankWork) -> Kept:
-    """Of the sequences of a micro-batch on one of cp ranks, whatever the stages."""
+    """What the sequences of a micro-batch leave for backward on one of cp ranks, whatever the stages."""
     plan, config, m, rows, columns = work.plan, work.config, work.sequences, work.rows, work.columns
     mixed = work.dtype == "bf16"
     layer, last_layer = (
@@ -194,5 +194,5 @@ def _process_factor(rates: Rates) -> float:
 
 
 def _batches(rates: Rates, work: RankWork) -> float:
-    """That a rank's device holds at once; a full batch is the only one."""
+    """Batches that a rank's device holds at once; a full batch is the only one."""
     return 1.0 if work.pairs else rates.get("batches", 1.0)

@@ -204,11 +204,11 @@ class Plan:
             )
 
     def sequences(self, batch_sequences: int) -> list[int]:
-        """Of a batch of so many, those of every replica."""
+        """Sequences of every replica, of a batch of so many."""
         return [stop - start for start, stop in pairwise(deal(batch_sequences, self.shares or (1,) * self.dp))]
 
     def most_sequences(self, batch_sequences: int) -> int:
-        """Those of the replica that has most."""
+        """Sequences of the replica that has most, of a batch of so many."""
         return max(self.sequences(batch_sequences)) if self.shares else -(-batch_sequences // self.dp)
 
     def save(self, path: Path | str) -> None:

@@ -127,14 +127,14 @@ def _measure(
 
 
 def _largest_message(config: ModelConfig, workload: Workload) -> float:
-    """Bytes: hidden states of a whole batch, or all gradients."""
+    """Bytes of the largest message: hidden states of a whole batch, or all gradients."""
     whole = RankWork.of(config, Plan(), workload)
     gradients = whole.sum_bytes * float(stage_parameters(config, [config.layers], whole.codes)[0])
     return max(whole.hidden_bytes, gradients)
 
 
 def _as_read(given: ModelConfig | Workload) -> dict[str, Any]:
-    """Its fields as they come from the cache, lists for tuples."""
+    """Fields of a model or workload as they come from the cache, lists for tuples."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(given)))
     return values
 
@@ -153,6 +153,6 @@ def predicts(cost: CostModel) -> bool:
 
 
 def _fingerprint(origin: Row) -> str:
-    """Of all that a profile depends on; the date and the place are not among it."""
+    """Fingerprint of all that a profile depends on; date and versions of Python and NumPy are not among it."""
     depends = {name: value for name, value in origin.items() if name not in ("date", "python", "numpy")}
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]

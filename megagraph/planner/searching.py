@@ -63,12 +63,12 @@ class SearchResult:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """All of them, fastest first; looks at those that the search could leave out."""
+        """All candidates, fastest first; looks at those that the search could leave out."""
         return self._found.everything(self.best)
 
     @cached_property
     def pareto(self) -> list[Candidate]:
-        """Those that no other candidate beats in step time and peak memory, fastest first; takes runs on paper of all
+        """Candidates that no other one beats in step time and peak memory, fastest first; takes runs on paper of all
         whose bound does not tell."""
         timed: list[Candidate] = []
         later: list[tuple[float, float]] = []  # seconds and bytes of those, slower than the next bound
@@ -90,7 +90,7 @@ class SearchResult:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without looking for cycles in what stays and has none: a quarter of the time that 100,000 candidates take."""
+    """Switch off garbage collection, which finds no cycles and takes a quarter of the time of 100,000 candidates."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -202,7 +202,7 @@ class _Search:
         self._left.sort(key=itemgetter(0), reverse=True)
 
     def best(self) -> Candidate | None:
-        """The best of those that fit, by looking at the least bounds first."""
+        """The best candidate of those that fit, by looking at the least bounds first."""
         best, possible = None, list[tuple[Candidate, Candidate]]()
         for bounded in self._in_order():
             if best is not None:
@@ -247,7 +247,7 @@ class _Search:
         return sorted((best if best and candidate.plan == best.plan else candidate for candidate in known), key=_rank)
 
     def exactly(self, candidate: Candidate) -> Candidate:
-        """The same with the time of a run on paper, with its split."""
+        """A candidate with the time of a run on paper, with its split."""
         if candidate.plan not in self.timed:
             seconds = candidate.step_seconds
             if not candidate.exact:
@@ -256,7 +256,7 @@ class _Search:
         return self.timed[candidate.plan]
 
     def _least(self, candidate: Candidate) -> float:
-        """Seconds that it takes at least, with its split."""
+        """Seconds that a candidate takes at least, with its split."""
         if candidate.exact:
             return candidate.step_seconds
         return self._seconds(
@@ -264,15 +264,15 @@ class _Search:
         )
 
     def _seconds(self, work: RankWork, split: tuple[int, ...], *, on_paper: bool = True) -> float:
-        """Of a step, on paper or at least."""
+        """Seconds of a step with a split, on paper or at least."""
         return sum(self.cost.step_terms(work, split, self._tables_of(work), on_paper=on_paper).values())
 
     def _few_splits(self, plan: Plan) -> bool:
         return math.comb(self.config.layers - 1, plan.num_stages - 1) <= FEW_SPLITS
 
     def _resplit(self, timed: Candidate, most: float) -> Candidate:
-        """With the best of all splits that may take no longer than ``most``, or, if this one is near that, of those to
-        which moves of a layer lead."""
+        """A candidate with the best of all splits that may take no longer than ``most`` or, if its own is near that,
+        of those to which moves of a layer lead."""
         plan, num_layers = timed.plan, self.config.layers
         work = RankWork.of(self.config, plan, self.given)
         memory = self._memory(work)
@@ -292,7 +292,7 @@ class _Search:
     def _runs(
         self, work: RankWork, splits: Iterable[tuple[int, ...]], memory: Floats, most: float
     ) -> Iterator[Candidate]:
-        """On paper, with those splits that fit and may not take longer than ``most``."""
+        """Candidates on paper, with those splits that fit and may not take longer than ``most``."""
         for split in splits:
             candidate = self._candidate(work, split, memory, 0.0)
             if candidate.pruned is not None:
@@ -333,7 +333,7 @@ class _Search:
             best, plan = found, found.plan
 
     def _most_sequences(self, work: RankWork, split: tuple[int, ...]) -> int:
-        """Of a micro-batch of one replica, as many as fit; what a plan has that fits is taken to."""
+        """Most sequences of a micro-batch of one replica that fit; what a plan has that fits is taken to."""
         num, replicas = work.plan.num_microbatches, work.plan.dp
         most = work.whole_batch - (replicas - 1) * num  # the others have one in each of theirs
 
@@ -413,7 +413,7 @@ class _Search:
         return self.limits if len(self.limits) == 1 else self.limits[ranks_of(plan)].min(axis=(1, 2))
 
     def _room(self, plan: Plan) -> Floats:
-        """An equal part of that for every stage of a rank, [stages, 1] or [1, 1]."""
+        """Bytes that every stage may take, an equal part of its rank's, [stages, 1] or [1, 1]."""
         limits = self._limits(plan) / plan.stages_per_rank
         return limits[:, None] if len(limits) == 1 else np.tile(limits, plan.stages_per_rank)[:, None]
 

@@ -83,7 +83,7 @@ def _by_heads_seconds(rates: Rates, links: Links, work: RankWork) -> float:
 
 
 def _attention_terms(work: RankWork, queries: int) -> Terms:
-    """Of a rank that has all keys in one call, or all pairs."""
+    """Terms of attention on a rank that has all keys in one call, or all pairs."""
     if work.pairs:
         supers = queries > work.block
         return listed_terms(work.sequences, work.block, work.num_super, work.pairs, work.config, supers=supers)
@@ -114,7 +114,7 @@ def _behind(work: float, *wires: Wire) -> float:
 
 
 def _hops(links: Links, work: RankWork) -> tuple[Wire, Wire]:
-    """Of a block, and of its gradients, which travel in what they are summed up in."""
+    """What a block takes on its way, and its gradients, which travel in what they are summed up in."""
     return (
         links.hop(work.plan, work.block_bytes),
         links.hop(work.plan, work.gradients_of_keys * work.block_bytes),

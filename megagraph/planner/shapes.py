@@ -87,7 +87,7 @@ def _schedules(pp: int, num_layers: int, local_batch: int, asked: str | None) ->
 
 
 def _microbatch_counts(local_batch: int) -> list[int]:
-    """Above 1: what divides a replica's sequences, and as many as have 1, 2, 4, ... each, but for the last one."""
+    """Counts above 1: what divides a replica's sequences, and as many as have 1, 2, 4, ... each, but for the last."""
     by_size = (-(-local_batch // 2**power) for power in range(local_batch.bit_length()))
     return sorted(num for num in {*divisors(local_batch), *by_size} if 1 < num <= MAX_MICROBATCHES)
 

@@ -127,8 +127,8 @@ def _one_forward_one_backward(works: Sequence[Work], last: int) -> Iterator[Work
 
 
 def _as_it_comes(slots: Sequence[Sequence[Work | None]], last: int) -> list[list[Work | Ask | Wait]]:
-    """Of all ranks, which take turns of a slot each: with the work that makes a message its receiver asks for it, so
-    that it comes while the receiver works on something else, and is awaited before the work that needs it."""
+    """Programs of all ranks, which take turns of a slot each: with the work that makes a message its receiver asks for
+    it, so that it comes while the receiver works on something else, and is awaited before the work that needs it."""
     made: list[list[Work | Ask | Wait]] = [[] for _ in slots]
     asked: set[Work] = set()
     left = [deque(slots_of_rank) for slots_of_rank in slots]
@@ -252,7 +252,7 @@ class _Simulation:
                 self.ready(pipeline, message, time)
 
     def wait(self, rank: int, messages: Messages) -> bool:
-        """Whether any of them is still on its way."""
+        """Whether any of these messages is still on its way; the rank goes on when none is."""
         for message in messages:
             name = rank // self.pp, message
             if name not in self.arrivals:
@@ -261,7 +261,7 @@ class _Simulation:
         return self.missing[rank] > 0
 
     def ready(self, pipeline: int, message: Work, time: float) -> None:
-        """One end of a message is; it goes when both are."""
+        """One end of a message is ready; it goes when both are."""
         if (pipeline, message) not in self.asked:
             self.asked.add((pipeline, message))
             return

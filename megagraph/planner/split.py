@@ -147,7 +147,7 @@ class StageTables:
 
     @cached_property
     def seconds(self) -> Floats:
-        """Both ways."""
+        """Seconds of forward and backward together."""
         return self.forward + self.backward
 
     @cached_property

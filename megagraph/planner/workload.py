@@ -79,7 +79,7 @@ class Workload:
 
     @classmethod
     def from_json(cls, values: Any) -> Workload:
-        """From the values of a JSON object; ValueError names a field that is not right."""
+        """A workload from the values of a JSON object; ValueError names a field that is not right."""
         if isinstance(values, dict):  # of a file written before, they may be there and say nothing
             values = {name: x for name, x in values.items() if x or name not in ("mean_nodes", "prefetch")}
         return files.typed(cls, values, "a workload")
@@ -161,7 +161,7 @@ class RankWork:
         )
 
     def of_sequences(self, number: int) -> RankWork:
-        """The same of a replica that has so many."""
+        """The work of a rank of a replica that has so many sequences."""
         return replace(self, batch_sequences=number, sequences=-(-number // self.plan.num_microbatches))
 
     @property
@@ -209,5 +209,5 @@ class RankWork:
 
     @property
     def gradients_of_keys(self) -> float:
-        """Bytes of the gradients of these, or of those of a halo, for every byte of them."""
+        """Bytes of the gradients of keys and values, or of those of a halo, for every byte of them."""
         return self.sum_bytes / self.number_bytes

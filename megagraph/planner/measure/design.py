@@ -52,7 +52,7 @@ class Point:
         return scores
 
     def loss(self, scores: Tensor) -> Tensor:
-        """Of class scores, as large as that of training."""
+        """A loss of class scores, which takes as much memory as that of training."""
         if not self.config.multi_label:
             return scores.square().mean()
         return loss_sum(scores, torch.ones_like(scores, dtype=torch.int8)) / scores.numel()
@@ -170,7 +170,7 @@ def of_every_width(points: list[Point]) -> list[Point]:
 
 
 def largest(points: list[Point], config: ModelConfig) -> Point:
-    """Of the sizes with the model's own width the largest one, with more layers."""
+    """The largest of the sizes with the model's own width and heads, with up to four layers."""
     own = [point for point in points if (point.config.dim, point.config.heads) == (config.dim, config.heads)]
     return replace(own[-1], config=replace(own[-1].config, layers=min(config.layers, 4)))
 
