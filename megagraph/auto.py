@@ -90,13 +90,13 @@ def measure(
 
 
 def _filled(batch: Batch) -> float:
-    """To two digits: it is a part of what a profile is kept by."""
+    """Part of the slots of regular nodes that have one, to two digits, as it is a part of what a profile is kept by."""
     empty = batch.key_padding_mask[:, : batch.layout.num_nodes].double().mean().item()
     return max(0.01, round(1.0 - empty, 2))
 
 
 def _listed(builder: Builder, batch: Batch) -> dict[str, Any]:
-    """Of a workload whose pairs are listed."""
+    """Fields of ``Workload`` for pairs that are listed: their number, and halo rows; none for other batches."""
     if not isinstance(builder, FullBatches):
         return {}
     assert isinstance(batch.structure, BorderedData)
@@ -169,7 +169,7 @@ def memory_bytes(device: torch.device, given: float = math.inf) -> float:
 
 
 def _processes_on(device: torch.device) -> int:
-    """Those of the run that share this GPU."""
+    """Processes of the run that share this GPU."""
     own = str(torch.cuda.get_device_properties(device).uuid)  # its number depends on CUDA_VISIBLE_DEVICES
     return all_gather(own).count(own)
 

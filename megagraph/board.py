@@ -31,7 +31,7 @@ class Board:
             raise ImportError(f"{needed}: {error}") from error
 
     def log(self, line: dict[str, Any]) -> None:
-        """An epoch counts at its last step."""
+        """Write the numbers of a line; an epoch counts at its last step."""
         if not {"step", "epoch"} & line.keys():
             return
         if self._writer is None:
@@ -139,7 +139,7 @@ class WandB(Board):
 
 
 def _tag(name: str, *, of_step: bool) -> str:
-    """Such as step/loss, epoch/loss, validation/accuracy."""
+    """The tag of a number, such as step/loss, epoch/loss, validation/accuracy."""
     parts = {"val_": "validation", "test_": "test"}
     group = next((group for part, group in parts.items() if name.startswith(part)), None)
     if group is not None:

@@ -183,7 +183,7 @@ class Checkpoints:
                 )
 
     def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On the CPU, in memory that the next save uses again."""
+        """Copies of tensors on the CPU, in memory that the next save uses again."""
         if self._stager is None or torch.__version__ < "2.13":  # 2.11 closes a stager that was used
             on_gpu = any(x.is_cuda for x in tensors.values())
             self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
@@ -377,7 +377,7 @@ def _errors_of(folder: Path) -> Iterator[None]:
 
 
 def _begun(folder: Path) -> str | None:
-    """Which save has begun here."""
+    """Name of the save that has begun in a folder, if one has."""
     with suppress(OSError, ValueError):
         return files.read_json(folder / "begun.json", "a checkpoint").get("save")
     return None

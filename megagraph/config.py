@@ -78,7 +78,7 @@ class TrainConfig:
     heads: int = ModelConfig.heads
     """Attention heads; they divide dim."""
     init: Init = ModelConfig.init
-    """Of weights: small: N(0, 0.02 / sqrt(layers)), as ANS-GT; xavier: by the widths of a layer, for full batches."""
+    """Initial weights. small: N(0, 0.02 / sqrt(layers)), as ANS-GT; xavier: by a layer's widths, for full batches."""
     global_tokens: int = BatchOptions.global_tokens
     """Learned tokens that every node attends to."""
     bias: Literal["auto", "projected", "bucket"] = "auto"
@@ -98,7 +98,7 @@ class TrainConfig:
     dropout: float = ModelConfig.dropout
     """Probability to drop a number of a hidden state."""
     input_dropout: float = ModelConfig.input_dropout
-    """The same where nodes are embedded."""
+    """Probability to drop a number of a node's embedding."""
     attention_dropout: float = ModelConfig.attention_dropout
     """Probability to drop an attention weight."""
 
@@ -123,9 +123,9 @@ class TrainConfig:
     samples: int = BatchOptions.samples
     """Ego sequences a target, in training and in the vote of evaluation."""
     candidates: int | None = BatchOptions.candidates
-    """The most nodes that an ego target samples from, the nearest by PageRank; default 128, or 4 times these."""
+    """The most nodes that an ego target samples from, the nearest by PageRank; default max(128, 4 * sample_nodes)."""
     epsilon: float = BatchOptions.epsilon
-    """To what precision they are found; less is slower, and reaches further."""
+    """To what precision the nearest by PageRank are found; less is slower, and reaches further."""
     super_ratio: float = BatchOptions.super_ratio
     """Super nodes of the coarsened graph per node (ego)."""
     sequence_nodes: int = BatchOptions.sequence_nodes
@@ -135,7 +135,7 @@ class TrainConfig:
     top: int = BatchOptions.top
     """In full batches a node also attends to so many that are nearest by personalised PageRank."""
     max_pairs: int = BatchOptions.max_pairs
-    """In full batches: more pairs of nodes are refused."""
+    """The most pairs of nodes in full batches; more are refused."""
     super_nodes: int | None = BatchOptions.super_nodes
     """Super nodes of a sequence with the global tokens; default for ego batches one more than these, else 64."""
 
@@ -148,11 +148,11 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop after this many steps, whatever the epochs say."""
     learning_rate: float = 5e-4
-    """Peak; linear warm-up from 0, then linear decay to 0 at the last step."""
+    """Peak rate; linear warm-up from 0, then linear decay to 0 at the last step."""
     warmup: float = 0.1
     """Part of all steps spent in warm-up."""
     weight_decay: float = 0.1
-    """Of AdamW; a learned embedding has none (SparseAdam)."""
+    """Weight decay of AdamW; a learned embedding has none (SparseAdam)."""
     bias_lr_scale: float = 30.0
     """Rate of the learned part of a bias, as a multiple of the learning rate; it has no weight decay. 0: it stays."""
     clip_norm: float = 1.0
@@ -161,7 +161,7 @@ class TrainConfig:
     """By what on the validation nodes the best epoch is chosen: accuracy or, for two classes, roc_auc; of several
     labels a node micro_f1, macro_f1, average_precision or roc_auc. auto: the first."""
     seed: int = 0
-    """Of the split, the weights, sampling and dropout."""
+    """Seed of split, weights, sampling and dropout."""
     dtype: Precision = "fp32"
     """bf16: mixed precision, weights and what layers add up stay in fp32."""
     device: str = "auto"
@@ -175,9 +175,9 @@ class TrainConfig:
     pp: int | None = None
     """With --plan auto: no other number of pipeline stages."""
     cp: int | None = None
-    """The same of ranks that share a sequence."""
+    """With --plan auto: no other number of ranks that share a sequence."""
     dp: int | None = None
-    """The same of groups that share a batch."""
+    """With --plan auto: no other number of groups that share a batch."""
     memory_gib: float | None = None
     """With --plan auto: what a process may use; default all of a GPU, or its part of this machine's memory."""
     any_fit: bool = False
@@ -344,7 +344,7 @@ class TrainConfig:
             object.__setattr__(self, name, getattr(told, name))
 
     def with_plan(self, plan: Plan) -> TrainConfig:
-        """The same training under this plan, which ``parallel_plan`` then gives back; what guided a search is gone."""
+        """The configuration under this plan, which ``parallel_plan`` then gives back; what guided a search is gone."""
         return replace(
             self,
             plan=f"{plan.pp},{plan.cp},{plan.dp}",
@@ -444,5 +444,5 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        """From the values of a JSON object; ValueError names a field that is not right."""
+        """A configuration from the values of a JSON object; ValueError names a field that is not right."""
         return files.typed(cls, values, "the configuration of a run")

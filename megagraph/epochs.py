@@ -200,7 +200,7 @@ class Epochs:
 
     @property
     def _place(self) -> tuple[float, float]:
-        """Of the schedule: where it is, and its end, in steps of epochs like the first one.
+        """Place in the schedule, and its end, in steps of epochs like the first one.
 
         Epochs may differ in their batches, and some batches have nothing to train on.
         """
@@ -232,7 +232,7 @@ class Epochs:
             self.profiler.stop()
 
     def results(self) -> dict[str, Any]:
-        """What a summary says of them; what is measured is that of the best validation epoch."""
+        """What a summary says of the epochs; what is measured is that of the best validation epoch."""
         best = cast(dict[str, Any], max(self.history, key=self._score))  # the first of equals
         told = {"test": "test", "val": "best_val"}
         measured = {f"{told[part]}_{name}": best.get(f"{part}_{name}") for part in told for name in METRICS}
@@ -247,7 +247,7 @@ class Epochs:
         }
 
     def _score(self, line: EpochLine, part: str = "val") -> float:
-        """By what the best epoch is chosen."""
+        """The number of a line by which the best epoch is chosen."""
         return cast(dict[str, float], line)[f"{part}_{self.metric}"]
 
     def begin(self, state: State) -> None:
@@ -266,7 +266,7 @@ class Epochs:
         self.save()
 
     def _resume(self) -> None:
-        """What the run has written since is taken back, too."""
+        """Go on from a checkpoint; what the run has written since is taken back, too."""
         state = TrainingState(self.pipeline, self.optimizers)
         tensors = state.tensors()
         folder, progress = self.checkpoints.load(tensors, self.config.resume_step)
@@ -312,7 +312,7 @@ class Epochs:
         raise Stopped(self.stop.reason)
 
     def look_up(self) -> None:
-        """Between two batches of an evaluation."""
+        """Between batches of an evaluation: raise the error of a failed save, or leave if any rank was asked to."""
         self.checkpoints.check()
         if self.stop.agreed():
             self._leave()
@@ -447,7 +447,7 @@ class Epochs:
 
 
 def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The same batches; the time until each is there has a name in traces."""
+    """The batches; in traces, the wait for each is a span."""
     iterator = iter(batches)
     while True:
         with record_function("stall"):

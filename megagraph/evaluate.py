@@ -63,7 +63,7 @@ def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh 
 
 
 def num_parameters(model: GraphTransformer) -> int:
-    """Of the whole model; the table of a learned embedding is none of its modules."""
+    """Number of parameters of the whole model; the table of a learned embedding is none of its modules."""
     learned = model.config.in_features * model.config.dim if model.config.embedding == "learned" else 0
     return sum(parameter.numel() for parameter in model.parameters()) + learned
 
@@ -183,7 +183,7 @@ def graph_facts(config: TrainConfig, data: Any, graph: Graph, split: Split, fing
 
 
 def _digests(names: Names | None) -> dict[str, Any]:
-    """Of what is known of the classes and columns."""
+    """Digests of what is known of the classes and columns."""
     known = {} if names is None else {"class_names": names.classes, "columns": names.columns}
     return {what: xxhash.xxh3_64_hexdigest(repr(values).encode()) for what, values in known.items() if values}
 
@@ -386,7 +386,7 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
 
 
 def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
-    """With ids and classes as they are called, where the graph says so and has as many classes."""
+    """Write predictions as CSV, with ids and classes as the graph calls them, where it has as many classes."""
     classes, what = _called(names, probabilities.shape[1]), "labels" if multi_label else "class"
     with files.replacing(path) as file:
         text = TextIOWrapper(file, "utf-8", newline="")
@@ -402,7 +402,7 @@ def _write_csv(path: Path, probabilities: np.ndarray, names: Names | None, *, mu
 
 
 def _write_parquet(path: Path, probabilities: np.ndarray, names: Names | None, *, multi_label: bool) -> None:
-    """The same, probabilities as fp32, several labels as a list."""
+    """Write predictions as Parquet: probabilities as fp32, several labels as a list."""
     import polars
 
     classes, best = _called(names, probabilities.shape[1]), predicted(probabilities, multi_label=multi_label)

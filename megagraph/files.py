@@ -76,7 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def checksum(file: Path | BinaryIO) -> str:
-    """Of the contents, as 32 hexadecimal digits."""
+    """XXH3 of a file's contents, as 32 hexadecimal digits."""
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return checksum(opened)

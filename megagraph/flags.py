@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def seconds(text: str) -> float:
-    """Of "3h", "90m", "1h30m", "45s" or, as schedulers write it, "[days-]hours:minutes:seconds"."""
+    """Seconds of "3h", "90m", "1h30m", "45s" or, as schedulers write it, "[days-]hours:minutes:seconds"."""
     number = r"(\d{1,9})"
     words = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text) if text else None
     clock = re.fullmatch(rf"(?:{number}-)?{number}:(\d\d):(\d\d)", text)
@@ -43,7 +43,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first twenty, and how many more there are."""
+    """The first twenty names, and how many more there are."""
     found = list(names)
     return (", ".join(found[:20]) or "none") + (f" and {len(found) - 20} more" if len(found) > 20 else "")
 

@@ -142,7 +142,7 @@ def _with_leaf(bias: Bias, dense: bool) -> tuple[Bias, Tensor]:
 
 
 def _kinds(batch: Batch, num_powers: int) -> Tensor:
-    """Of the pairs of a projected bias, int64 [b, N, N]."""
+    """Kind of every pair of a projected bias, int64 [b, N, N]."""
     channels, layout = batch.structure, batch.layout
     assert isinstance(channels, Tensor)
     powers, num_tokens = channels[:, :num_powers] != 0, batch.num_nodes - batch.node_index.shape[1]

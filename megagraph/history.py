@@ -38,7 +38,7 @@ class History:
 
     @classmethod
     def of(cls, run: Run, name: str | None = None) -> History:
-        """That of a run, under way or finished.
+        """The history of a run, under way or finished.
 
         Raises:
             FileNotFoundError, ValueError: a file of the run is missing or damaged.
@@ -120,7 +120,7 @@ def graph_of(run: Run) -> GraphFacts | None:
 
 
 def model_of(config: TrainConfig) -> str:
-    """In a few words."""
+    """A model in a few words."""
     return f"{config.model}, {config.layers} layers of width {config.dim}, {config.batching} batches"
 
 
@@ -141,7 +141,7 @@ def smoothed(values: np.ndarray, part: float = 0.04) -> np.ndarray:
 
 
 def score_limits(values: Sequence[float], nodes: int | None) -> tuple[float, float]:
-    """Of an axis of parts from 0 to 1: wide enough that what chance does to ``nodes`` looks like what it is.
+    """Limits of an axis of scores from 0 to 1: wide enough that what chance does to ``nodes`` looks like what it is.
 
     At least a tenth, or four standard errors of such a part.
     """

@@ -99,8 +99,8 @@ def _alone(cache: _Cache) -> Iterator[None]:
 
 
 def _compile(whole: Callable[[Any], Any], cache: _Cache, signature: Any) -> Any:
-    """Of processes that need a function at the same time, as all ranks of a machine do, one compiles it; the others
-    wait and read it."""
+    """Compile a function once: of processes that need it at the same time, as all ranks of a machine do, one does; the
+    others wait and read it."""
     # the lock of all threads first: one of them may hold it and wait for a file that another has locked
     with global_compiler_lock, _alone(cache):  # what a function contains is locked after it, never before it
         return whole(signature)

@@ -36,7 +36,7 @@ class EpochLine(TypedDict):
 
 
 def _types(kind: Any, measures: Iterable[str] = ()) -> dict[str, tuple[Any, ...]]:
-    """Of the values of a line: by hand, as typeguard takes 50 us a line, and a run may have millions."""
+    """Types of the values of a line, looked at by hand: typeguard takes 50 us a line, and a run may have millions."""
     hints: dict[str, Any] = get_type_hints(kind)
     hints |= {f"{part}_{name}": None if name in SOMETIMES else float for name in measures for part in ("val", "test")}
     return {name: {int: (int,), float: (float, int)}.get(hint, (float, int, NoneType)) for name, hint in hints.items()}

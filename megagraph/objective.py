@@ -41,7 +41,7 @@ def loss_sum(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def probabilities_of(scores: Tensor, *, multi_label: bool) -> Tensor:
-    """Of each class [..., classes], in fp32."""
+    """Probability of each class [..., classes], in fp32."""
     return scores.float().sigmoid() if multi_label else scores.float().softmax(dim=-1)
 
 
@@ -56,7 +56,7 @@ def accuracy(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -
 
 
 def f1(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> tuple[float, float]:
-    """Of all labels of ``nodes`` together (micro), and the mean over labels of that of each (macro)."""
+    """F1 of all labels of ``nodes`` together (micro), and the mean over labels of that of each (macro)."""
     given, known = probabilities[nodes] >= 0.5, labels[nodes]
     hits = (given & (known == 1)).sum(axis=0)
     sizes = (given & (known >= 0)).sum(axis=0) + (known == 1).sum(axis=0)  # 2 TP + FP + FN
@@ -66,7 +66,7 @@ def f1(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> tupl
 
 
 def average_precision(probabilities: np.ndarray, labels: np.ndarray, nodes: np.ndarray) -> float | None:
-    """Of several labels: the mean over labels of the precision among what is at least as probable as a positive."""
+    """Average precision, mean over labels: mean over positives of the precision among what is as probable or more."""
 
     def of(scores: np.ndarray, positive: np.ndarray) -> float | None:
         if not positive.any():
@@ -106,7 +106,7 @@ def _mean_over_labels(
     labels: np.ndarray,
     nodes: np.ndarray,
 ) -> float | None:
-    """Of what is said of each label from the scores of ``nodes`` where it is known, and whether they have it."""
+    """Mean over labels of ``of``, given scores of the ``nodes`` where a label is known, and whether they have it."""
     found = []
     for label in range(labels.shape[1]):
         own = labels[nodes, label]
@@ -116,7 +116,7 @@ def _mean_over_labels(
 
 
 def measures(probabilities: np.ndarray, labels: np.ndarray, split: Split) -> Measures:
-    """Of predictions fp32 [V, classes]."""
+    """Measures of predictions fp32 [V, classes] on the validation and test nodes."""
     found: Measures = {}
     for part in ("val", "test"):
         of = probabilities, labels, getattr(split, part)
@@ -130,7 +130,7 @@ def measures(probabilities: np.ndarray, labels: np.ndarray, split: Split) -> Mea
 
 
 def same_answer(answers: np.ndarray, graph: Graph, nodes: np.ndarray) -> str | None:
-    """Says so where a model answers the same for all ``nodes``, as ``predicted`` has it, and they are not the same."""
+    """A warning where a model answers the same for all ``nodes``, as ``predicted`` has it, and their labels differ."""
     given, known = answers[nodes], graph.labels[nodes]
     if (given != given[0]).any() or (known == known[0]).all():
         return None

@@ -28,7 +28,7 @@ class Progress(tqdm):
         super().__init__(iterable, what, total, unit=f" {unit}", leave=False, disable=quiet, miniters=1, **wait)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """As tqdm calls it, with an empty message at the end."""
+        """Draw the bar, or log a line; tqdm calls it with an empty message at the end."""
         if self._bar:
             super().display(msg, pos)
         elif msg is None:

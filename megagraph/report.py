@@ -152,7 +152,7 @@ def _costs(summary: Summary | None) -> list[tuple[str, str, str]]:
 
 
 def _timeline(run: Run) -> str | None:
-    """Where there are traces of all ranks of the plan."""
+    """A picture of what the ranks did, where there are traces of all ranks of the plan."""
     if not any((run.folder / "trace").glob("rank-*.json.gz")):
         return None
     spans = timeline.read(run.folder / "trace", run.id)

@@ -432,7 +432,7 @@ def _close(board: Board) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    """And the one that runs have by default, where nothing else is in it."""
+    """Remove a folder where it is empty, and so the ``runs`` that it is in by default."""
     for place in (folder, *(parent for parent in folder.parents if parent == Path("runs"))):
         with suppress(OSError):
             place.rmdir()

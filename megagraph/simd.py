@@ -62,7 +62,7 @@ def constant(vector: ir.VectorType, value: float) -> ir.Constant:
 
 
 def call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
-    """An LLVM intrinsic on floats or doubles."""
+    """Call an LLVM intrinsic on a vector of floats or doubles."""
     vector = args[0].type
     suffix = "f32" if isinstance(vector.element, ir.FloatType) else "f64"
     kind = ir.FunctionType(vector, [vector] * len(args))
@@ -77,7 +77,7 @@ def _pointer(context, builder: ir.IRBuilder, array_type, array, index, kinds=_OF
 
 @intrinsic
 def borrowed(typing, x):
-    """The same arrays, in tuples of any depth, whose references nobody counts: the caller keeps them.
+    """The arrays x, in tuples of any depth, with references that nobody counts: the caller keeps them.
 
     Numba counts one wherever an array is handed on within a loop, and each time all loads and stores wait for it.
     """
@@ -398,7 +398,7 @@ def _exp(x):
 
 
 def _transpose(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Of an 8 x 8 matrix, in three rounds of shuffles within and across halves."""
+    """Transpose an 8 x 8 matrix, in three rounds of shuffles within and across halves."""
 
     def shuffle(a, b, lanes):
         return builder.shuffle_vector(a, b, _lanes(*lanes))

@@ -35,7 +35,7 @@ class TrainingState:
                 yield names[parameter], parameter, optimizer.state[parameter]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it; a number, such as the steps that SparseAdam has made, as a tensor."""
+        """Parameters and optimizer state by name; a number, such as the steps that SparseAdam has made, as a tensor."""
         table = self.pipeline.table
         tensors = {f"parameters.{name}": x for name, x in self.pipeline.state_dict().items()}
         for name, parameter, values in self._optimizer_state():
@@ -72,7 +72,7 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
 
 
 def check_finite(tensors: dict[str, Tensor]) -> None:
-    """Raise FloatingPointError for a tensor that is not."""
+    """Raise FloatingPointError for a tensor that is not finite."""
     for name, tensor in tensors.items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if own.numel() and own.is_floating_point() and not torch.stack(own.aminmax()).isfinite().all():

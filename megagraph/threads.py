@@ -21,7 +21,7 @@ _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 @cache
 def _libgomp() -> ctypes.CDLL | None:
-    """What torch's wheels for Linux compute with."""
+    """The library that torch's wheels for Linux run threads with."""
     try:
         return ctypes.CDLL("libgomp.so.1")
     except OSError:

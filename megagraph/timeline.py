@@ -135,7 +135,7 @@ def steps(spans: list[Span]) -> list[tuple[Span, ...]]:
 
 
 def step_seconds(spans: list[Span]) -> float:
-    """From the first rank's start to the last one's stop; median over the traced steps."""
+    """Seconds of a step, from the first rank's start to the last one's stop; median over the traced steps."""
     return median(max(s.stop for s in step) - min(s.start for s in step) for step in steps(spans))
 
 
@@ -157,7 +157,7 @@ def measured_bubble(spans: list[Span]) -> float:
 
 
 def bubble_in_theory(plan: Plan) -> float:
-    """The same for stages that take equally long and messages that take no time.
+    """Bubble of a step where stages take equally long and messages take no time.
 
     P ranks wait for P - 1 micro-batches of the K that they work on; with v stages each, for as many parts 1 / v of one.
     Zero bubble fills two thirds of that where gradients of inputs and weights take as long as forward.

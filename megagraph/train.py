@@ -341,7 +341,7 @@ def _write_configs(
 
 
 def _start_from(model: GraphTransformer, path: Path) -> str:
-    """Fill in the weights of a file; its checksum."""
+    """Fill a model with the weights of a file, and give its checksum."""
     fill(model, read_weights(path), path)
     return files.checksum(path)
 
@@ -349,7 +349,7 @@ def _start_from(model: GraphTransformer, path: Path) -> str:
 def _out_of_memory(
     error: BaseException, config: TrainConfig, device: torch.device, predicted_bytes: float | None
 ) -> str:
-    """Where, how much, and what can be done about it."""
+    """Message of an error of memory: where, how much, and what can be done about it."""
     lines = str(error).strip().splitlines()
     predicted = "" if predicted_bytes is None else f", where {in_words(predicted_bytes)} were predicted"
     return (

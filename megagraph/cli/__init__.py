@@ -115,8 +115,8 @@ def evaluate(
 
 
 def _defaults(words: list[str]) -> Any:
-    """Of the flags of train: those of the run that --resume names, but for its layout where another --plan is given,
-    and over them those of --config."""
+    """Defaults of the flags of train: those of the run that --resume names, but for its layout where another --plan is
+    given, and over them those of --config."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megagraph {__version__}")
     for flag, kind in {"resume": Path, "out": Path, "plan": str, "config": Path}.items():
@@ -225,7 +225,7 @@ def main() -> None:
 
 
 def _said(error: BaseException) -> str:
-    """An error of the system says what it was, but not of what, nor what to do."""
+    """The words for an error; one of the system says neither of what it was nor what to do: both are added."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     what = "" if error.filename is None else f" {error.filename}"

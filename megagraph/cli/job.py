@@ -26,7 +26,7 @@ class Changes:
     root: Path | None = None
     """Folder of the named data sets, in place of the run's."""
     device: str | None = None
-    """In place of the run's."""
+    """Device to compute on, in place of the run's."""
 
     def given(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}

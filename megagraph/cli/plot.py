@@ -92,7 +92,7 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
 
 
 def _workload_of(run: Run, fitted: CostModel, path: Path) -> tuple[ModelConfig, Workload]:
-    """The profile's, with as many sequences as a step of the run; ValueError unless they are the run's."""
+    """The profile's model and workload, with as many sequences as a step of the run; ValueError unless the run's."""
     from megagraph.history import graph_of
 
     config, facts = run.config, graph_of(run)
