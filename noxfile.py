@@ -77,7 +77,7 @@ np.savez("FILE.npz", labels=graph.labels, **arrays)
 
 
 def commands(page: str, checkout: Path, data: str | None) -> list[str]:
-    """Of the blocks of a page, a command each, on one line."""
+    """Commands of the blocks of a page, each on one line."""
     blocks = re.findall(r"```bash\n(.*?)```", Path(f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
     text = re.sub(r'--8<-- "(.*)"', rf"bash {checkout}/\1", "".join(blocks)).replace("\\\n", " ")
     left_out = LEFT_OUT if data else (*LEFT_OUT, "--root DATA", "runs/citeseer")

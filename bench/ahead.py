@@ -52,7 +52,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def pose() -> None:
-    """As a plugin of pytest, before it imports any test."""
+    """Make the process take itself for one with a GPU; a plugin of pytest, before it imports any test."""
     torch.cuda.is_available = lambda: True  # tests ask it where their tensors go
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.Tensor.pin_memory = lambda self, *_: self

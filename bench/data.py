@@ -166,7 +166,7 @@ def _ego(products: Path) -> dict[str, Any]:
 
 
 def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, float]]:
-    """Of the same sources for every epsilon."""
+    """A row for every epsilon, each of the same sources."""
     graph = builder.graph
     sources = rng.choice(graph.num_nodes, CURVE_SOURCES, replace=False)
 

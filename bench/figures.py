@@ -265,7 +265,7 @@ def gpu(at: At) -> Iterator[str]:
 
 
 def deep_step(at: At) -> Iterator[str]:
-    """Of 16 layers on a GPU, and what a step costs the host."""
+    """Steps of 16 layers on a GPU, and what one costs the host."""
     (row,) = at("nvidia-h200/step_memory.json")
     for name, replayed, words in (
         ("ours", "", "HierarchicalGT"),
@@ -296,7 +296,7 @@ def deep_step(at: At) -> Iterator[str]:
 
 
 def replayed_parts(row: dict[str, Any]) -> list[float]:
-    """Of a step in bf16 that is replayed, the part of eager ANS-GT's time, called and replayed."""
+    """Parts of eager ANS-GT's time, called and replayed, that our replayed step in bf16 takes."""
     names = ("ours bf16 replayed", "eager bf16", "eager bf16 replayed")
     ours, called, again = (median(row["seconds"][name]) for name in names)
     return [ours / called, ours / again]
@@ -529,7 +529,7 @@ def claims(at: At) -> Iterator[str]:
 
 
 def front(at: At) -> Iterator[str]:
-    """Of all plans of four processes: which kinds lie on the front, the fastest of a kind, and its lightest."""
+    """Plans of four processes: which kinds lie on the front, the fastest of a kind, and its lightest."""
     plans, letters = at("cpu/pareto/plans.json"), ("pp", "cp", "dp")
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in plans:

@@ -59,7 +59,7 @@ def device_rates() -> Rates | None:
 
 
 def floor(case: Case, direction: str, rates: Rates | None) -> Floor | None:
-    """Of one call; ``direction``: "forward", "backward" or "forward_backward". None: not known."""
+    """Floor of one call; ``direction``: "forward", "backward" or "forward_backward". None: not known."""
     if rates is None or case.form == "factored" or case.dtype not in (torch.bfloat16, torch.float16):
         return None
     if direction == "forward_backward":

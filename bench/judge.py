@@ -141,7 +141,7 @@ def make_world(world: Path, *, whole: bool = True) -> None:
 
 
 def make_files(folder: Path, seed: int, *, whole: bool = True) -> None:
-    """Of a graph, by the commands themselves in this process; without ``whole`` no traces, which take a while."""
+    """Make files of a graph by the commands, in this process; without ``whole`` no traces, which take long."""
     folder.mkdir(parents=True, exist_ok=True)
     graph = synthetic_graph(NODES, CLASSES, FEATURES, average_degree=6.0, seed=seed)
     write_store(graph, folder / "store")

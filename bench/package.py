@@ -42,7 +42,7 @@ TIMED = {
 
 
 def seconds(python: Path, words: tuple[str, ...], folder: Path) -> float:
-    """Of the processor, of a command run in ``folder``."""
+    """Seconds of the processor, of a command run in ``folder``."""
     before = os.times()
     subprocess.run([python, *words], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
     after = os.times()
@@ -50,7 +50,7 @@ def seconds(python: Path, words: tuple[str, ...], folder: Path) -> float:
 
 
 def megabytes(python: Path) -> float:
-    """Of all that is installed there."""
+    """Megabytes of all that is installed for a Python."""
     (site,) = python.parent.parent.glob("lib/python*/site-packages")
     return sum(path.lstat().st_size for path in site.rglob("*") if not path.is_dir()) / 1e6
 

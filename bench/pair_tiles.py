@@ -64,7 +64,7 @@ def of_lists(starts: np.ndarray, at_once: int) -> float:
 def cost(
     pairs: int, computed: float, gathered: float, counts: dict[str, float], head_dim: int, number_bytes: float
 ) -> dict[str, Any]:
-    """Of a layer: rows of k and v forward and by row, of q and d_out with lse and delta by key."""
+    """Cost of a layer: rows of k and v forward and by row, of q and d_out with lse and delta by key."""
     rates, row = RATES[DEVICE], 2 * HEADS * head_dim  # bytes
     bytes_ = {"fwd": gathered * 2 * row + number_bytes, "bwd": gathered * (4 * row + 8 * HEADS) + 2 * number_bytes}
     issue = sum(counts[name] for name in bytes_) * computed * pairs * HEADS / (LIKELY * rates.issue)

@@ -46,7 +46,7 @@ GAP = 1.5e-6  # seconds from kernel to kernel in one stream, assumed
 
 
 def launches(case: Case, backward: bool) -> list[Launch]:
-    """Of one call, compiled."""
+    """Launches of one call, compiled."""
     from megagraph.kernels import biased_attention as kernels
 
     B, H, N, D = case.B, case.H, case.N, case.D
@@ -99,7 +99,7 @@ def trips(launch: Launch, case: Case) -> tuple[float, float]:
 
 
 def _keys(launch: Launch, case: Case) -> int:
-    """Of the launch, which may be one of several."""
+    """Number of keys of a launch, which may be one of several."""
     segments = getattr(launch.arguments[0], "segments", None)
     return case.N if segments is None else int(segments[:, 2].sum())
 

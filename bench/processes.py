@@ -69,7 +69,7 @@ class Child:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of the processes of the tree that have not ended."""
+        """Seconds of the processor, of the processes of the tree that have not ended."""
         seconds = 0.0
         for process in _tree(self._process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended

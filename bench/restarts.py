@@ -86,7 +86,7 @@ def start(command: list[str], output: Path) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> int | None:
-    """Its exit status; ``None`` where it does not end and is killed."""
+    """Wait for a process and give its exit status; ``None`` where it does not end and is killed."""
     try:
         return process.wait(GIVE_UP)
     except subprocess.TimeoutExpired:

@@ -122,7 +122,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def input_sets(case: Case) -> list[Inputs]:
-    """As many as it takes for none to be in the L2 cache when its turn comes again, at most ``MAX_SETS``."""
+    """Sets of inputs, so many that none is in the L2 cache when its turn comes again, at most ``MAX_SETS``."""
     sets = [make_inputs(case)]
     if DEVICE == "cuda":
         cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size

@@ -62,7 +62,7 @@ Attend = Callable[[Inputs], Tensor]
 
 
 def graph_of(name: str, root: Path) -> Graph:
-    """Of a set here, or of another name or path that ``load_graph`` knows."""
+    """The graph of a set here, or of another name or path that ``load_graph`` knows."""
     dataset = SETS.get(name, name)
     return load_graph(str(root / dataset) if dataset.endswith(".npz") else dataset, root)
 

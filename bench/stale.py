@@ -70,7 +70,7 @@ def row_files(results: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def left_behind(files: dict[str, list[dict[str, Any]]], root: Path) -> dict[str, set[str]]:
-    """Of each file of rows, the sources that are other files now, or their list, where it is not there."""
+    """The sources of each file of rows that are other files now, or their list, where it is not there."""
     named = {file: _one_of_each(_parts(rows)[0]) for file, rows in files.items()}
     lists = {row["sources"] for rows in named.values() for row in rows}
     results = root / "bench" / "results"

@@ -122,7 +122,7 @@ def ring(rows: list[Row]) -> str:
 
 
 def kernels(rows: list[Row]) -> str:
-    """Of every case and kernel the time of each choice of tiles, the fastest first."""
+    """Times of every choice of tiles for every case and kernel, the fastest first."""
     rows = sorted(_timed(rows, series="tiles"), key=lambda row: (*map(str, _case(row)), row["kernel"], _median(row)))
     body = []
     for row in rows:

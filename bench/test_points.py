@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def points(smoke: bool) -> Iterator[tuple[str, Point]]:
-    """Of the grid of configurations, of profiles, and deep steps; kernels do not know how many layers follow."""
+    """Points of the grid of configurations, of profiles, and deep steps; kernels do not know how many layers follow."""
     grid = list(product(cost_model.SEQUENCES, cost_model.HEADS, cost_model.WIDTHS))
     for sequences, heads, dim in grid[:1] if smoke else grid:
         yield f"grid-{sequences}-{heads}-{dim}", cost_model.point(sequences, 2, heads, dim)

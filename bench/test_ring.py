@@ -109,7 +109,7 @@ def ring_steps(case: Case, inputs: Inputs, num_super: int, direction: str) -> Ca
 
 
 def one_call(case: Case, inputs: Inputs, num_super: int, direction: str) -> Callable[[], list[Tensor]]:
-    """The same rows, a rank at a time, each in one call with the keys of all nodes."""
+    """The rows of every rank, a rank at a time, each in one call with the keys of all nodes."""
     parts = [
         replace(_rank_rows(inputs, layout, case.form), k=inputs.k, v=inputs.v) for layout in _layouts(case, num_super)
     ]

@@ -50,7 +50,7 @@ _OF_SOURCES = re.compile(r"\s*(//|;|\.loc|\.file|\$L__(tmp|func_\w+)\d*:|\.Ltmp\
 
 @contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Of processes that are started meanwhile."""
+    """Set variables of the environment for processes that are started in the block."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -86,7 +86,7 @@ def bits(impl: str, threads: int) -> Record:
 
 
 def digest(problem: Any, attention: Callable[..., Any]) -> str:
-    """Of the bits of out, lse and gradients."""
+    """Digest of the bits of out, lse and gradients."""
     from tests.problems import expected
 
     def attend(q, k, v, bias, padding, scale, dropout_p, dropout_key):

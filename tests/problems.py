@@ -68,7 +68,7 @@ def make_bias(form, B, H, M, N, dtype, masked) -> Bias | None:
 
 
 class Shape(NamedTuple):
-    """Of a problem: B sequences, H heads, M query rows, N keys, head dim D."""
+    """Sizes of a problem: B sequences, H heads, M query rows, N keys, head dim D."""
 
     M: int
     N: int
@@ -194,7 +194,7 @@ def plain_attention(q, k, v, bias, key_padding_mask, scale, dropout_p, dropout_k
 
 @torch.no_grad()
 def norms(problem: Problem) -> dict[str, float]:
-    """Of what is added up for each result: the root of the sum of squares, scores' own rounding included."""
+    """Norms of what is added up for each result: the root of the sum of squares, scores' own rounding included."""
     q, k, v, d_out, d_lse = (x.square() for x in (problem.q, problem.k, problem.v, problem.d_out, problem.d_lse))
     scale, bias = q.shape[-1] ** -0.5, problem.bias
     where = torch.zeros_like(q @ k.mT) if bias is None else bias.materialize()

@@ -114,7 +114,7 @@ def test_nothing_fits(rows, monkeypatch):
 
 
 def test_what_a_process_may_take_is_less_the_program_itself(tmp_path, monkeypatch):
-    """Of its part of the machine, or of its control group, or of what is given: the least."""
+    """The least counts of its part of the machine, its control group, and what is given."""
     resident = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     program, slack = 1024 * int(resident.split()[1]), 2**26
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -139,7 +139,7 @@ def test_processes_that_share_a_gpu_share_what_is_free(monkeypatch):
 
 
 def test_limits_of_control_groups(tmp_path):
-    """Of both versions, and of the groups around: the least there is."""
+    """The least counts of the limits of both versions of control groups, and of the groups around."""
     groups, mounted = tmp_path / "cgroup", tmp_path / "fs"
     for place, text in (
         ("memory.max", "max"),

@@ -26,7 +26,7 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 def records(path) -> list[bytes]:
-    """Of a file of wandb: after 7 bytes, blocks of 32 KiB as LevelDB writes its log; here less than one."""
+    """Records of a file of wandb: after 7 bytes, blocks of 32 KiB as LevelDB writes its log; here less than one."""
     data, place, found = path.read_bytes(), 7, []
     assert len(data) < 1 << 15
     while place < len(data):
@@ -48,7 +48,7 @@ def wandb():
 
 
 def sent(folder) -> tuple[set[tuple[str, str, str]], list[dict[str, float]]]:
-    """Of the starts of a run of wandb: id, name and project, and the lines."""
+    """What the starts of a run of wandb have sent: id, name and project, and the lines."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     about, lines = set(), []

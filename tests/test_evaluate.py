@@ -140,7 +140,7 @@ OTHERS = "expected the graph that the run was trained on, synthetic with the fin
 
 @pytest.mark.parametrize("use", [mg.predict, ablation.evaluate])
 def test_a_store_that_has_changed_since_is_asked_for(tmp_path, use):
-    """Its training nodes would be test nodes."""
+    """Training nodes of the run would be test nodes."""
     graph, store = synthetic_graph(num_nodes=120, num_classes=3, in_features=8), str(tmp_path / "store")
     write_store(graph, store)
     mg.Trainer(mg.TrainConfig(out=tmp_path / "run", dataset=store, **SMALL | {"max_steps": 1})).fit()

@@ -37,7 +37,7 @@ def labelled(draw):
 
 
 def columns(probabilities, known, nodes):
-    """Of each label the pairs (probability, whether it is there) of the nodes that know."""
+    """Pairs (probability, whether it is there) of each label, of the nodes that know."""
     for p, own in zip(probabilities[nodes].T, known[nodes].T, strict=True):
         yield [(float(x), label == 1) for x, label in zip(p, own, strict=True) if label >= 0]
 

@@ -381,7 +381,7 @@ def test_too_many_of_them_end_the_run_with_the_layer_and_the_batch(tmp_path, mon
 
 
 def test_a_run_that_has_diverged_goes_on_from_before_with_a_lower_rate(tmp_path):
-    """Its newest checkpoint has finite weights, of which nothing but NaN comes."""
+    """The newest checkpoint has finite weights, of which nothing but NaN comes."""
     with pytest.raises(
         FloatingPointError, match=r"lower --learning-rate .*--resume-step N with a lower --learning-rate"
     ):

@@ -65,7 +65,7 @@ def test_exp(dtype, low, high):
 @pytest.mark.parametrize("vectors", [1, 2])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_product(dtype, vectors, add):
-    """Of parts of larger matrices, with columns of a side by side or rows."""
+    """Products are of parts of larger matrices, with columns of a side by side or rows."""
     numbers = np.random.default_rng(0)
     product, width = (product_8, product_16)[vectors - 1], 8 * vectors
     a, b, c = (numbers.integers(-9, 9, shape).astype(dtype) for shape in ((20, 30), (20, 40), (20, 50)))

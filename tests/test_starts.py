@@ -51,7 +51,7 @@ SMALL = dict(layers=2, dim=16, ffn_dim=16, heads=2, samples=1, batch_size=10, de
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of a small run of a process of its own, on a graph in a store."""
+    """Flags of a small run of a process of its own, on a graph in a store."""
     store = tmp_path_factory.mktemp("data") / "store"
     write_store(graph(), store)
     values = SMALL | dict(dataset=store)

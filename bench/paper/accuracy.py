@@ -75,7 +75,7 @@ class Piece:
 
 
 def partitions_of(row: dict[str, Any]) -> int:
-    """Of how many a training took its steps."""
+    """Number of partitions that a training took its steps on."""
     return row["settings"].get("partitions", 1)
 
 
@@ -141,13 +141,13 @@ def nearest(name: str, root: Path) -> str:
 
 
 def settings_of(piece: Piece, root: Path) -> tuple[dict[str, Any] | None, str]:
-    """Its settings, ``None`` while tuning is not done, and the name of the set that they were tuned on."""
+    """Settings of a piece, ``None`` while tuning is not done, and the name of the set that they were tuned on."""
     of = piece.set if piece.trial is not None else nearest(piece.set, root)
     return settings_by(of, piece), of
 
 
 def settings_by(of: str, piece: Piece) -> dict[str, Any] | None:
-    """Its settings, tuned on ``of``; ``None`` while that is not done."""
+    """Settings of a piece, tuned on ``of``; ``None`` while that is not done."""
     system, changes = leader(piece.system)
     if piece.trial is not None:
         return TRIALS[system][piece.trial]
@@ -209,7 +209,7 @@ def ours(piece: Piece, settings: dict[str, Any], graph: Graph, split: Split, roo
 
 
 def outcome(probabilities: np.ndarray, graph: Graph, split: Split, metric: str) -> dict[str, Any]:
-    """Of every test node: whether it is right or, for ROC AUC, the probability of class 1 in fp16 and the label."""
+    """What is kept of test nodes: which are right; for ROC AUC also probabilities of class 1 in fp16, and labels."""
     scores, labels = probabilities[split.test], graph.labels[split.test]
     found = {"test_nodes": len(labels), "right": _packed(np.packbits(scores.argmax(axis=1) == labels))}
     if metric == "roc_auc":

@@ -186,7 +186,7 @@ def train(
     batch = cache(of) if clusters_together == 1 else of  # a cluster alone is the same each time
 
     def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Of an epoch: features, edges, labels, and which nodes are trained on."""
+        """Batches of an epoch: features, edges, labels, and which nodes are trained on."""
         if clusters == 1:
             yield x, edges, labels, known
             return

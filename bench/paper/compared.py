@@ -99,8 +99,8 @@ def _bits(packed: str, count: int) -> np.ndarray:
 
 
 def compared(name: str) -> dict[str, Any]:
-    """Of a set: means and standard deviations in percent, minutes of one core a training, differences in points with a
-    95 % interval."""
+    """What a set shows: means and standard deviations in percent, minutes of one core a training, differences in points
+    with a 95 % interval."""
     begun = {system: [*rows.values()] for system in of_name(name).systems if (rows := reported(name, system))}
     systems = {system: rows for system, rows in begun.items() if is_done(name, system)}
     found: dict[str, Any] = {"tests": {system: _spread(rows) for system, rows in systems.items()}}
@@ -151,7 +151,7 @@ def _learned(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """Of a set: also systems that lack a seed, and what ours is ahead by."""
+    """Print what a set shows, also of systems that lack a seed, and what ours is ahead by."""
     print(f"\n{name}")
     for system in of_name(name).systems:
         if not (rows := [*reported(name, system).values()]):

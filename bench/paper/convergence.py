@@ -61,7 +61,7 @@ NAMES = {"ours": "ours", "eager": "eager ANS-GT", "TorchGT": "TorchGT, two proce
 def _accuracies(
     contender: Contender, loader: Any, labels: np.ndarray, val: np.ndarray, test: np.ndarray
 ) -> list[float]:
-    """Of the validation and the test nodes."""
+    """Accuracies of the validation and the test nodes."""
     right = np.zeros(len(labels))
     contender.model.eval()
     with torch.no_grad():
@@ -74,7 +74,7 @@ def _accuracies(
 
 
 def curves(seed: int, root: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """Of both: seconds, validation and test accuracy after each epoch."""
+    """Curves of both models: seconds, validation and test accuracy after each epoch."""
     config = TrainConfig(dataset=DATASET, root=root, seed=seed, **CONFIG)
     graph = load_graph(DATASET, root)
     builder, split = batches(config, graph), choose_split(graph, config)

@@ -70,7 +70,7 @@ def trained(given: dict[str, Any], root: Path) -> dict[str, Any]:
 
 
 def baseline(model: str, layers: int, seed: int, root: Path) -> dict[str, Any]:
-    """The same of a graph network."""
+    """What a training of a graph network says at its end, and the peak of its steps."""
     graph = load_graph(DATASET, root)
     split = choose_split(graph, TrainConfig(dataset=DATASET, seed=seed))
 

@@ -125,7 +125,7 @@ class Contender:
         return loss_sum(self.scores(batch, step), batch.labels) / batch.num_targets
 
     def gradients(self, batch: Batch, step: int) -> Tensor:
-        """Of the loss, which it returns."""
+        """Make the gradients of the loss, which is returned."""
         loss = self.loss(batch, step)
         loss.backward()
         return loss

@@ -101,7 +101,7 @@ CAP_MIB = 512  # of plan_memory's longest sequences
 
 
 def below_and_beyond(at: At) -> dict[str, tuple[list[tuple[int, float]], list[tuple[int, float]]]]:
-    """Of each contender the lengths of sequences, with their MiB, up to the cap and beyond it."""
+    """Lengths of sequences of each contender, with their MiB, up to the cap and beyond it."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in at("cpu/plan_memory/longest.json"):
         found.setdefault(row["what"], []).append((row["nodes"], max(row["rank_bytes"]) / MIB))
@@ -112,7 +112,7 @@ def below_and_beyond(at: At) -> dict[str, tuple[list[tuple[int, float]], list[tu
 
 
 def longest(at: At) -> Iterator[str]:
-    """Of each contender the longest sequence below the cap and its MiB, and those of the next length."""
+    """Longest sequence of each contender below the cap and its MiB, and those of the next length."""
     for name, (below, beyond) in below_and_beyond(at).items():
         rest = f"{beyond[0][0]:,}: {beyond[0][1]:,.0f}" if beyond else "-"
         yield f"| {name} | {below[-1][0]:,} | {below[-1][1]:,.0f} | {rest} |"
@@ -174,7 +174,7 @@ def tests_of(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def points_apart(at: At) -> float:
-    """Of the mean accuracies of several processes and of one."""
+    """Points between the mean accuracies of several processes and of one, at most."""
     found = of_processes(at)
     one = np.mean(tests_of(found["one process"]))
     return float(max(abs(np.mean(tests_of(found[name])) - one) for name in ("cp 2", "pp 2, dp 2")))

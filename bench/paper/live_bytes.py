@@ -96,14 +96,14 @@ class Rank:
         self.losses.append(train_step(self.pipeline, self.optimizers, self.batch, keys, self.config.clip_norm)[0])
 
     def peak_bytes(self) -> int:
-        """Of all tensors alive, over the next TRACKED_STEPS steps."""
+        """Most bytes of tensors alive, over the next TRACKED_STEPS steps."""
         with LiveBytes(*self.given(), *self.pipeline.parameters()) as counted:
             for _ in range(TRACKED_STEPS):
                 self.step()
         return counted.peak
 
     def workload(self) -> Workload:
-        """Of the batch, as the planner describes it."""
+        """The workload of the batch, as the planner describes it."""
         batch, sequences = self.batch, self.batch.batch_size
         return Workload(
             batch_sequences=sequences,

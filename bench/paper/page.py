@@ -34,7 +34,7 @@ def having(name: str) -> Callable[[list[Row]], list[Row]]:
 
 
 def reported(rows: list[Row]) -> list[Row]:
-    """Of trainings: those that are reported, as docs/accuracy.md has them; not of tuning, or of settings given up."""
+    """Trainings that are reported, as docs/accuracy.md has them; not of tuning, or of settings given up."""
     by_system: dict[tuple[str, str], list[Row]] = {}
     for row in having("system")(rows):
         by_system.setdefault((row["set"], row["system"]), []).append(row)
@@ -108,7 +108,7 @@ def page(results: Path, link: str, head: str = HEAD) -> str:
 
 
 def _section(name: str, what: str, rows: dict[str, list[Row]]) -> list[str]:
-    """Of an experiment, before its judgement and figures."""
+    """Lines of an experiment, before its judgement and figures."""
     shown = SHOWN.get(name, PRODUCTS)
     kept = shown.kept([row for found in rows.values() for row in found])
     lines = [_origin(file, found) for file, found in rows.items()] or ["No rows yet."]

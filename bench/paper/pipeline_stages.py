@@ -162,7 +162,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def profiled(columns: int) -> CostModel:
-    """Of this machine, in processor seconds."""
+    """Cost model of this machine, in processor seconds."""
     graph = synthetic_graph(num_nodes=2000, num_classes=8, in_features=columns, average_degree=10, seed=0)
     rank = Rank(replace(config_of(SPLITS[0], "gpipe"), plan="1,1,1", stage_layers=None), graph)
     model = rank.pipeline.stages[0].model.config

@@ -145,7 +145,7 @@ def _worker(number: int, folder: str, world_size: int, configs: list[TrainConfig
 
 
 def counted(world_size: int, configs: list[TrainConfig], *, kept: bool = False) -> list[list[dict[str, int]]]:
-    """Of every configuration what each rank counted."""
+    """What each rank counted of every configuration."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_worker, args=(folder, world_size, configs, kept), nprocs=world_size)
         ranks = [torch.load(Path(folder) / f"{number}.pt") for number in range(world_size)]

@@ -155,7 +155,7 @@ class Steps:
         self._batch, self._step = random_batch(nodes, sequences, name), 0
 
     def seconds(self) -> float | None:
-        """Of the next step; ``None`` where there is not enough memory."""
+        """Seconds of the next step; ``None`` where there is not enough memory."""
         try:
             self._own.train_step(self._batch, self._step)
         except torch.OutOfMemoryError:
@@ -184,7 +184,7 @@ def _worker(pipe: Connection, *given: Any) -> None:
 
 
 def differences(sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[str, list[float]]:
-    """Of loss and input gradient, relative to the eager model's in fp32: one of each draw of weights and inputs."""
+    """Errors of loss and input gradient, relative to the eager model's in fp32: one a draw of weights and inputs."""
     layers, heads, dim = sizes
     given, found = config(layers, heads=heads, dim=dim, ffn_dim=dim), {name: [] for name in names if name != "eager"}
     for seed in range(DRAWS):
@@ -203,7 +203,7 @@ def close(found: dict[str, list[float]]) -> bool:
 
 
 def errors() -> None:
-    """Of models of 16 and 32 layers in bf16, beside the eager model's; print, and write
+    """Errors of models of 16 and 32 layers in bf16, beside the eager model's; print, and write
     bench/results/DEVICE/step_errors.json."""
     rows = []
     for sizes in MODELS["cuda"]:

@@ -39,7 +39,7 @@ def ring_options(world_size: int) -> dict[str, dict]:
 
 
 def staged_options(world_size: int) -> dict[str, dict]:
-    """Of each form the problem that no number of ranks divides."""
+    """Options of staged exchanges: of each form the problem that no number of ranks divides."""
     return {f"staged-{name}": ring for name, ring in ring_options(world_size).items() if f"-5-13-{IMPLS[-1]}" in name}
 
 
@@ -269,7 +269,7 @@ def attention_and_input(num_heads=HEADS, **options) -> tuple[mg.BiasedRingAttent
 
 
 def learned_table() -> Tensor:
-    """Of the index's buckets."""
+    """A table [HEADS, 5] for the index's buckets."""
     return torch.linspace(-1, 1, 5 * HEADS, dtype=torch.float64).view(HEADS, 5).requires_grad_()
 
 

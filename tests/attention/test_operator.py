@@ -140,7 +140,7 @@ def three_threads():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("planes", [(2, 3), (1, 3), (1, 1)], ids=str)
 def test_blocked_in_threads_gives_the_same_bits(form, planes, monkeypatch):
-    """As many parts of the keys, and items that share a plane, as there are with more threads than sequences."""
+    """Parts of the keys, and items that share a plane, are as many as with more threads than sequences."""
     if form != "dense":
         planes = (planes[0], 3)
     problem = make_problem(form, Shape(203, 533, 5, B=2, H=3), dropout_p=0.3, planes=planes)
@@ -428,7 +428,7 @@ def forward_and_backward(problem, impl):
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts allocations on the CPU")
 @pytest.mark.parametrize(("impl", "dense"), [("blocked_long", False), ("triton", False), ("reference", True)])
 def test_only_the_reference_holds_all_scores(impl, dense, monkeypatch):
-    """As far as torch allocates them; of large problems, which these constants make of this one."""
+    """Scores are looked for among what torch allocates; constants make of this one a large problem."""
     monkeypatch.setattr("megagraph.kernels.biased_attention.PIECE_BYTES", 1)
     monkeypatch.setattr("megagraph.kernels.tiles.MULTIPROCESSORS", 1)
     B, H, N = 1, 4, 96

@@ -70,7 +70,7 @@ def csr(values, pairs):
 
 
 def sparse(bias, pairs):
-    """The same bias with data for these pairs only; every other one must be masked in it."""
+    """A bias with data for these pairs only; every other one must be masked in the one given."""
     if bias.form == "dense":
         return DenseBias(csr(bias.values.movedim(1, 3), pairs))
     if bias.form == "bucket":
@@ -181,7 +181,7 @@ def test_long_rows_lose_no_digits():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("segments", ["halves", "crossed", "no regular rows"])
 def test_steps_with_carried_state(form, segments, impl):
-    """As a ring takes them: visiting blocks, some of two segments, gradients that add up."""
+    """Steps as a ring takes them: visiting blocks, some of two segments, gradients that add up."""
     dense, given, pairs = problem(form, "scattered", M=31, dropout_p=0.3)
     if segments == "halves":
         steps = [(torch.arange(16), [(0, 0, 16)]), (torch.arange(16, 31), [(0, 16, 15)])]

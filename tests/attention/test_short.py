@@ -64,7 +64,7 @@ def test_any_strides(form):
     problem = problem_of(form, (17, 17, 8, 8), B=3, dropout_p=0.2)
 
     def turned(x, *order):
-        """The same values, the axes of x in another order in memory."""
+        """Values of x with its axes in another order in memory."""
         back = np.argsort(order).tolist()
         return x.permute(*order).contiguous().permute(*back)
 

@@ -32,7 +32,7 @@ def replace_array(store, name, array):
 
 
 def change_array(store, name, change):
-    """The same with what ``change`` makes of the array."""
+    """Put what ``change`` makes of an array in its place, and its checksum into the header."""
     replace_array(store, name, change(np.load(store / f"{name}.npy")))
 
 

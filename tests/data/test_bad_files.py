@@ -213,7 +213,7 @@ def store(tmp_path_factory):
 
 @pytest.fixture
 def header(store):
-    """Its file, put back afterwards."""
+    """The header of a store, put back afterwards."""
     content = (store / "header.json").read_bytes()
     yield store / "header.json"
     (store / "header.json").unlink(missing_ok=True)

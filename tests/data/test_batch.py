@@ -67,7 +67,7 @@ KINDS = [("ego", "projected"), ("ego", "bucket"), ("cluster", "projected"), ("cl
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_read_is_known(graph, kind):
-    """Of the options that batches of one kind alone read; by looking who is asked for what."""
+    """Options that batches of one kind alone read are known, by looking who is asked for what."""
     read = set()
 
     class Traced(BatchOptions):

@@ -56,7 +56,7 @@ def dense_index(data) -> np.ndarray:
 
 
 def dense_rows(data) -> np.ndarray:
-    """Its regular rows, of all columns."""
+    """Buckets of the regular rows, of all columns; 255 where a pair is not listed."""
     index = np.full((len(data.relation.row_starts) - 1, data.relation.num_columns), 255, np.uint8)
     index[data.relation.rows(), data.relation.columns.long()] = data.index
     return np.concatenate([index, data.super_columns[0].numpy()], axis=1)
@@ -378,7 +378,7 @@ def test_so_small_a_graph_is_evaluated_without_its_tokens(tmp_path):
 
 @pytest.mark.slow
 def test_structure_of_other_nodes_tells_nothing(tmp_path, graph):
-    """The same number of pairs of the same kinds, between other nodes; and worse for it."""
+    """Structure of other nodes has the same number of pairs of the same kinds, and trains worse for it."""
     own, other = (the_batch(prepare(graph, options(shuffle_structure=s)))[1].structure for s in (False, True))
     assert sorted(own.index.tolist()) == sorted(other.index.tolist())
     assert not torch.equal(own.relation.columns, other.relation.columns)

@@ -35,7 +35,7 @@ def test_pagerank_is_within_its_bound(graph, epsilon):
 
 @given(random_graphs(), st.integers(1, 4))
 def test_the_mass_of_the_candidates_is_their_part_of_the_exact_weight(graph, most):
-    """Of graphs so small that all nodes are looked at."""
+    """Graphs are so small that all nodes are looked at."""
     pagerank = Pagerank(graph, epsilon=1e-3, max_candidates=most)
     exact = exact_pagerank(graph, 0.15)
     np.fill_diagonal(exact, 0)
@@ -76,7 +76,7 @@ def test_samples_are_candidates_without_replacement_then_padding(graph, k, num_s
 
 
 def candidates_of(num_sources, weights):
-    """The same candidates 0, 1, ... of every source."""
+    """The candidates 0, 1, ... of every source, with the same weights."""
     indptr = np.arange(num_sources + 1) * len(weights)
     nodes = np.tile(np.arange(len(weights), dtype=np.int32), num_sources)
     return Neighbors(indptr=indptr, nodes=nodes, weights=np.tile(np.array(weights, np.float32), num_sources))

@@ -18,7 +18,7 @@ def graph():
 
 
 def deviations(builder, num_nodes):
-    """Of the channels over the pairs of all sequences of the graph, one after the other."""
+    """Standard deviations of the channels over the pairs of all sequences of the graph, one after the other."""
     batch = builder.build(
         builder.plan(np.arange(num_nodes), num_nodes, None)[0], np.ones(num_nodes, bool), np.random.default_rng(0)
     )

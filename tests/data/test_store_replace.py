@@ -23,7 +23,7 @@ def graph():
 
 
 def everything(folder):
-    """Of all that is there what it is: contents, where a link points to, or a folder."""
+    """What everything below a folder is: contents, where a link points to, or a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         kind = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()

@@ -385,7 +385,7 @@ def test_what_cannot_be_read_is_said(tmp_path, case):
 
 
 def test_from_tables_to_predictions(tmp_path, monkeypatch, capsys):
-    """As a user does it: import, train, predict, with ids and classes in the file at the end."""
+    """A user imports, trains and predicts, with ids and classes in the file at the end."""
     graph = synthetic_graph(num_nodes=120, num_classes=3, in_features=4, seed=0)
     nodes, edges = write_tables(graph, tmp_path)
     text = nodes.read_text().splitlines()

@@ -88,7 +88,7 @@ def test_tensors_of_inference_are_looked_at_anew():
 
 
 def test_a_relation_without_pairs_has_a_tile_that_nobody_visits():
-    """As a rank's may be."""
+    """A rank's relation may have no pairs."""
     none = torch.empty(0, dtype=torch.int32, device=DEVICE)
     of = tiles_of(torch.zeros(M + 1, dtype=torch.int64, device=DEVICE), none, None, N, M, (16, 32), None)
     assert not of.starts.any() and of.others.tolist() == [0] * 32

@@ -290,7 +290,7 @@ DELIVERED = {(2, 1, 1): [2], (3, 1, 1): [1, 2], (2, 1, 2): [4], (2, 2, 1): [4]} 
 
 
 def nodes_of(sizes: list[int]) -> Any:
-    """As torchrun says of nodes of so many processes."""
+    """The environment that torchrun gives to nodes of so many processes."""
     node = int(np.searchsorted(np.cumsum(sizes), dist.get_rank(), side="right"))
     return patch.dict(os.environ, GROUP_RANK=str(node), LOCAL_WORLD_SIZE=str(sizes[node]))
 

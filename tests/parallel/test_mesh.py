@@ -71,7 +71,7 @@ def test_gpus_that_processes_share_need_gloo(monkeypatch, gpus, processes, backe
 
 
 def test_ranks_of_one_start_meet_whatever_earlier_ones_have_left():
-    """As after a restart that each node counts for itself, with the last rank late."""
+    """A restart that each node counts for itself, with the last rank late."""
     store = dist.HashStore()
 
     def start(rank):
@@ -86,7 +86,7 @@ def test_ranks_of_one_start_meet_whatever_earlier_ones_have_left():
 
 
 def test_a_group_of_gpus_alone_is_refused():
-    """As of init_process_group("nccl"): ranks could not agree whether to stop, after an epoch."""
+    """init_process_group("nccl") makes such a one: ranks could not agree whether to stop, after an epoch."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(ValueError, match=r"got 'cuda:gloo'; start it with .*cpu:gloo,cuda"), mesh.process_group():

@@ -37,7 +37,7 @@ def cost_model(seconds=None, link=None, memory=None):
 
 
 def parameters(config):
-    """Of the first stage alone, of a layer, and of the last stage alone; counted in a model of one layer."""
+    """Parameters of the first stage alone, of a layer, and of the last stage alone; counted in a model of one layer."""
     counts = {"input_proj": 0, "global_tokens": 0, "layers": 0, "final_norm": 0, "head": 0}
     for name, parameter in HierarchicalGT(replace(config, layers=1)).named_parameters():
         counts[name.split(".")[0]] += parameter.numel()
@@ -246,7 +246,7 @@ def test_gradients_are_summed_over_dp_and_cp():
 
 @pytest.mark.parametrize(("device", "sums"), [("cpu", 6), ("cuda", 3)])
 def test_sharded_parameters_are_gathered_forward_and_backward(device, sums):
-    """Of 4 ranks: 3 fourths of all parameters come, twice, and gradients go to whom they belong, as many; gloo, which
+    """With 4 ranks 3 fourths of all parameters come, twice, and gradients go to whom they belong, as many; gloo, which
     only sums for all, sends them back as well."""
     cost = replace(cost_model(link={"all_reduce.byte": 1.0}), origin={"device_type": device})
     num = sum(p.numel() for p in HierarchicalGT(CONFIG).parameters())
@@ -334,8 +334,8 @@ def run(model, m, nodes):
 
 
 def test_zero_bubble_keeps_the_gradients_that_torch_keeps():
-    """As many as torch's split of a backward pass has for the weights of a layer, and of one whose queries are targets:
-    of one micro-batch on the first rank, whose last stage is not the first of all, and of two on the second."""
+    """Bytes are as many as torch's split of a backward pass has for weights of a layer, and of one whose queries are
+    targets: of one micro-batch on the first rank, whose last stage is not the first, and of two on the second."""
     late, model = [], HierarchicalGT(CONFIG).eval()
 
     def split(layer, args, result):

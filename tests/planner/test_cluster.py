@@ -109,7 +109,7 @@ def run(monkeypatch, *arguments):
 
 
 def test_scaling(folder, monkeypatch, capsys):
-    """As many sequences a second as devices, at most, and of the same batch no slower a step."""
+    """Sequences a second grow as devices do, at most, and a step of the same batch is no slower."""
     given = cluster(folder, nodes=[KIND | {"count": 8}], within_node=ACROSS)
     assert default_sizes(given) == [4, 8, 16, 32] and default_sizes(cluster(folder, nodes=[KIND | {"count": 3}])) == [
         4, 8, 12

@@ -39,7 +39,7 @@ def busiest(messages, per_node):
 
 
 def seconds(messages, per_node, size):
-    """Of messages that start at once: those that share a link are through when all of their bytes are."""
+    """Seconds of messages that start at once: those that share a link are through when all of their bytes are."""
     crossing = busiest(messages, per_node)
     if crossing:
         return crossing * size * ACROSS["transfer.byte"], ACROSS["transfer.call"]

@@ -41,7 +41,7 @@ def test_bubbles_are_those_of_the_schedule(plan):
 
 
 def test_what_comes_before_and_after_the_passes():
-    """Of two replicas, one twice as slow: 3 s of building half a batch, 12 or 24 s of a layer, then the sum."""
+    """Two replicas, one twice as slow: 3 s of building half a batch, 12 or 24 s of a layer, then the sum."""
     cost = replace(
         cost_model(ALIKE, link={"all_reduce.call": 1.0}), stall_seconds=6.0, slowness=(1.0, 2.0), model=CONFIG
     )

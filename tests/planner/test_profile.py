@@ -52,7 +52,7 @@ def test_profile_measures_every_part(tmp_path, monkeypatch):
 
 
 def test_what_compiles_takes_nothing_of_the_time(monkeypatch):
-    """As kernels of a GPU do, for every size: it was the only one that a profile of eight seconds had."""
+    """Kernels of a GPU compile for every size: a profile of eight seconds had the first one only."""
     seen, step, memory, spent = set(), Probe.step, module.memory_rows, [0.0]
 
     def clock():  # one that no other work on the machine disturbs
@@ -84,7 +84,7 @@ def test_what_compiles_takes_nothing_of_the_time(monkeypatch):
     ("dtype", "kind"), [("bf16", "hierarchical"), ("fp64", "hierarchical"), ("fp32", "graphormer")]
 )
 def test_bytes_of_other_dtypes_and_models(dtype, kind):
-    """Of sizes that no row has, to those that an observer sees; as fp32 they would be a half off."""
+    """Bytes of sizes that no row has are those that an observer sees; as fp32 they would be a half off."""
     config = replace(CONFIG, bias="bucket", layers=3, dim=32, in_features=16, max_degree=100)
     workload = replace(WORKLOAD, batch_sequences=8, num_nodes=126, dtype=dtype, model=kind)
     cpu = torch.device("cpu")
@@ -176,7 +176,7 @@ def run(monkeypatch, *arguments):
 
 
 def test_a_profile_is_of_the_gpu_of_its_process(tmp_path, monkeypatch):
-    """Its clocks and bytes are those of the current one, which was the first GPU on every rank."""
+    """Clocks and bytes of a profile are those of the current GPU, which was the first one on every rank."""
     selected, measured_on = [], []
 
     def measure(config, graph, builder, nodes, device, **options):
