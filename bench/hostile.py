@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bench.damage import Case
-from bench.judge import COMMANDS, SIZES, seal
+from bench.judge import COMMANDS, PROFILED, SIZES, seal
 from megagraph import files
 from megagraph.config import TrainConfig
 
@@ -73,7 +73,7 @@ GOOD = {
     "plot pareto": "plot pareto cost.json --world-size 4 --memory-gib 8 --out made.png",
     "plot stages": "plot stages cost.json plan.json --out made.png",
     "plot timeline": "plot timeline finished --out made.png",
-    "profile": f"profile {SIZES} --dataset store --seconds 0.1 --no-cache --rows made.json",
+    "profile": f"profile {PROFILED} --dataset store --seconds 0.1 --no-cache --rows made.json",
 }
 POSITIONALS = {"predict": 1, "data import": 1, "data info": 1, "fit": 1, "search": 1, "plot costmodel": 1,
                "plot pareto": 1, "plot stages": 2, "plot timeline": 1}  # fmt: skip

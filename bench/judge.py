@@ -45,10 +45,10 @@ from tests.planner import synthetic
 ROOT = Path(__file__).parent.parent
 FAULTS = ("silent", "traceback", "signal", "hang", "unclear")
 MEMORY_BYTES = 6 << 30  # that a command may take on top of what this process has
-SIZES = (
-    "--layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 2 --sample-nodes 6 --channels 3 --epochs 2 --batch-size 18 "
-    "--device cpu --lock-wait 0"
+PROFILED = (
+    "--layers 2 --dim 16 --ffn-dim 16 --heads 2 --samples 2 --sample-nodes 6 --channels 3 --batch-size 18 --device cpu"
 )
+SIZES = f"{PROFILED} --epochs 2 --lock-wait 0"
 STOP_AT = 3  # steps, in the first epoch
 NODES, FEATURES, CLASSES = 90, 8, 3
 

@@ -80,7 +80,7 @@ def test_from_files_to_predictions(folder, monkeypatch, capsys):
     expected = measures(without, graph.labels, split) | {"changed_labels": changed}
     assert evaluated["features"] == pytest.approx(expected, abs=2e-3) and changed > 0.1
 
-    run(monkeypatch, capsys, "predict", "run", "--out", "p.npy")
+    assert "300 nodes x 4 labels" in run(monkeypatch, capsys, "predict", "run", "--out", "p.npy")
     run(monkeypatch, capsys, "predict", "run", "--out", "p.csv")
     probabilities = np.load("p.npy")
     assert probabilities.shape == (300, 4) and not np.allclose(probabilities.sum(axis=1), 1.0, atol=0.1)

@@ -37,8 +37,6 @@ def train(config: TrainConfig, dry_run: bool = False) -> Job:
 
     Example: megagraph train --dataset cora --root DATA --out runs/cora
 
-    The usual flags; --help-all shows all of them.
-
     Args:
         dry_run: read and prepare the graph and print what would be trained, and what a step would take where a profile
             of this machine is kept; trains nothing and leaves no run folder.
@@ -78,11 +76,13 @@ def predict(
     def job() -> None:
         from megagraph.evaluate import predict as predict_probabilities
         from megagraph.parallel.mesh import rank
+        from megagraph.run import Run
 
         path = run / "probabilities.npy" if out is None else out
         probabilities = predict_probabilities(run, out=path if rank() == 0 else None, **changes.given())
         if rank() == 0:
-            print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} classes")
+            what = "labels" if Run.open(run).model_config.multi_label else "classes"
+            print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} {what}")
 
     return Job(job)
 
@@ -173,10 +173,10 @@ def _parse() -> Job:
     check_once(words)
     defaults, usual = _defaults(words), bool({"-h", "--help"} & {*words})
     commands: dict[str, Callable[..., Job]] = {
-        "train": in_groups(train, flags_of_a_run(defaults, usual=usual)),
+        "train": in_groups(train, flags_of_a_run(defaults, usual=usual), usual=usual),
         "predict": predict,
         "evaluate": evaluate,
-        "profile": in_groups(profile, flags_of_a_run(defaults, usual=usual, without=NOT_OF_PROFILE)),
+        "profile": in_groups(profile, flags_of_a_run(defaults, usual=usual, without=NOT_OF_PROFILE), usual=usual),
         "fit": fit,
         "search": search,
         "plot": plot,

@@ -75,13 +75,15 @@ GROUPS = {
 }  # fmt: skip
 
 
-NOT_OF_PROFILE = (  # of a run folder and its training
+NOT_OF_PROFILE = (  # of a run folder and its training, and of the plan, which a profile is there to find
     "out", "resume", "resume_step", "weights", "checkpoint_every", "keep", "time_limit", "lock_wait", "bad_steps",
-    "cuda_graphs", "trace", "tensorboard", "wandb",
+    "cuda_graphs", "trace", "tensorboard", "wandb", "epochs", "max_steps", "evaluate_every", "patience",
+    "learning_rate", "warmup", "weight_decay", "bias_lr_scale", "clip_norm",
+    *GROUPS["processes"].usual, *GROUPS["processes"].rare,
 )  # fmt: skip
 
 
-def in_groups(command: Callable[..., Job], flags: Any) -> Callable[..., Job]:
+def in_groups(command: Callable[..., Job], flags: Any, *, usual: bool) -> Callable[..., Job]:
     """A command whose first argument is a ``TrainConfig``, with the fields of that as ``flags_of_a_run``."""
     first, *others = inspect.signature(command).parameters.values()
     hints = get_type_hints(command, include_extras=True)
@@ -103,7 +105,9 @@ def in_groups(command: Callable[..., Job], flags: Any) -> Callable[..., Job]:
     run.__annotations__ = {name: kind for name, (kind, _) in added.items()} | {
         own.name: hints[own.name] for own in others
     }
-    run.__doc__ = command.__doc__
+    about, args, values = inspect.cleandoc(command.__doc__ or "").partition("\nArgs:\n")
+    hint = "\nThe usual flags; --help-all shows all of them.\n" if usual else ""
+    run.__doc__ = about + hint + args + values
     return run
 
 
@@ -207,10 +211,12 @@ def unknown(words: list[str], said: str) -> str | None:
         return f"expected one of the commands {', '.join(commands)}, got {word!r}{meant(word, commands)}"
     if not word.startswith("--"):
         return None
-    command, own = words[0], [own.name for own in fields(TrainConfig)] + ["config"]
-    name = word.partition("=")[0][2:].replace("-", "_")
+    command, name = words[0], word.partition("=")[0][2:].replace("-", "_")
+    own = [own.name for own in fields(TrainConfig) if command != "profile" or own.name not in NOT_OF_PROFILE]
+    own.append("config")
     if command == "profile" and name in NOT_OF_PROFILE:
-        found = "; it is of megagraph train, and what profile writes is named by --rows"
+        found = "; it is of megagraph train, and changes nothing that a profile measures"
+        found += "; what profile writes is named by --rows" if name == "out" else ""
     elif command in ("train", "profile"):
         found = meant(name, own).replace("mean ", "mean --").replace("_", "-")
     else:  # tyro's suggestions are good where flags are few
