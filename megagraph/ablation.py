@@ -51,6 +51,12 @@ def evaluate(
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
         ValueError: the run has no such part, or, as for ``predict``, does not fit.
+
+    Examples:
+        >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
+        >>> _ = mg.Trainer(mg.TrainConfig(max_steps=2, out="runs/evaluated", **small)).fit()
+        >>> sorted(evaluate("runs/evaluated", ablate=["bias"])["bias"])
+        ['changed_classes', 'test_accuracy', 'val_accuracy']
     """
     opened = open_run(run, data, changes)
     config, model, graph = opened.config, opened.pipeline.config, opened.graph

@@ -35,7 +35,8 @@ _MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; every field is a flag of ``megagraph train``, and checked here: ValueError names what is wrong."""
+    """How to train; every field is a flag of ``megagraph train``, and its value is checked here: ValueError names what
+    is wrong. A value of another type, such as ``layers="4"``, may end in a TypeError."""
 
     dataset: str = "synthetic"
     """synthetic, citeseer, cora, pubmed, dblp, computers, photo, cs, physics, actor, chameleon, squirrel, roman-empire,

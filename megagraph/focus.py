@@ -51,9 +51,21 @@ def attention_focus(run: Path | str, data: Any = None, *, most_batches: int = MO
 
     Args:
         run, data, changes: as for ``predict``.
+        most_batches: how many of these batches, at most.
+
+    Returns:
+        ``kinds``, what each of the K kinds is, in a word, and ``shares``, fp64 [L, H, K], the share of the attention of
+        each layer and head that a kind gets.
 
     Raises:
         FileNotFoundError, ValueError: as for ``predict``.
+
+    Examples:
+        >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}
+        >>> _ = mg.Trainer(mg.TrainConfig(max_steps=2, out="runs/looked-at", **small)).fit()
+        >>> focus = attention_focus("runs/looked-at")
+        >>> focus.shares.shape == (1, 2, len(focus.kinds))
+        True
     """
     opened = open_run(run, data, changes)
     config, (stage,) = opened.config, opened.pipeline.stages

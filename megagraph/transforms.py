@@ -54,6 +54,7 @@ class StructuralBias(BaseTransform):
         self.hops, self.powers, self.max_degree = hops, powers, max_degree
 
     def forward(self, data: Data) -> Data:
+        """The graph with what was asked for among its attributes; PyG calls it where the transform is called."""
         if not isinstance(data, Data) or data.edge_index is None:
             raise ValueError(f"expected a torch_geometric.data.Data with edge_index, got {data!r}")
         n, ends = data.num_nodes, data.edge_index.cpu().numpy()

@@ -88,15 +88,16 @@ class DenseBias:
 
     @property
     def data(self) -> None:
-        return None
+        """What layers share; here nothing."""
 
     @property
     def learned(self) -> Tensor:
+        """What gets a gradient, the values."""
         return self.values
 
     @property
     def mask(self) -> None:
-        return None
+        """None: -inf masks."""
 
     @property
     def shape(self) -> torch.Size:
@@ -166,15 +167,17 @@ class BucketBias:
 
     @property
     def data(self) -> Tensor:
+        """What layers share, the index."""
         return self.index
 
     @property
     def learned(self) -> Tensor:
+        """What gets a gradient, the table."""
         return self.table
 
     @property
     def mask(self) -> None:
-        return None
+        """None: bucket 255 masks."""
 
     @property
     def shape(self) -> torch.Size:
@@ -264,10 +267,12 @@ class ProjectedBias:
 
     @property
     def data(self) -> Tensor:
+        """What layers share, the channels."""
         return self.channels
 
     @property
     def learned(self) -> Tensor:
+        """What gets a gradient, the weight."""
         return self.weight
 
     @property

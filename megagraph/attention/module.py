@@ -36,6 +36,8 @@ class BiasedRingAttention(nn.Module):
         impl: see [megagraph.biased_attention][].
         device, dtype: of the parameters.
 
+    Of P ranks and N nodes, N_s of them super nodes, a rank has R regular ones, and S = R + N_s rows.
+
     Memory per rank, in elements of [B, S, E]: x, q, k, v and the result are kept for backward, no scores. In a ring the
     fp32 output accumulator and two visiting blocks of k and v come on top; in backward, fp32 gradients of q, k and v
     and three visiting blocks of gradients (two for P = 2).

@@ -16,9 +16,9 @@ Summand = DenseBias | BucketBias | ProjectedBias
 def add_biases(first: Summand, *others: Summand) -> Summand:
     """The sum of biases of the same node pairs; a pair that one of them masks is masked.
 
-    Two tables are one of all pairs of buckets, as long as there are fewer than 255, and channels stand side by side up
-    to 16. Any other sum is dense: as Graphormer's of distances and of edges, whose values [B, H, M, N] are dense
-    themselves. What is learned gets its gradient through the sum.
+    Two tables are one of all pairs of buckets, where these are at most 253, and channels stand side by side up to 16.
+    Any other sum is dense, which takes much more memory: as Graphormer's of distances and of edges, whose values
+    [B, H, M, N] are dense themselves. What is learned gets its gradient through the sum.
 
     Raises:
         ValueError: they are not of the same pairs and heads, or a bias of other pairs is sparse.

@@ -205,8 +205,8 @@ class Graph:
     def from_arrays(
         cls, name: str, x: np.ndarray, edge_index: np.ndarray, y: np.ndarray, split: Split | None = None
     ) -> Graph:
-        """From features [V, d_in], dense or sparse, edges [2, E] in any order and number, and labels as ``from_data``
-        takes them, [V], [V, 1] or [V, C].
+        """From NumPy arrays (of tensors: ``from_data``): features [V, d_in], dense or sparse ones of SciPy, edges
+        [2, E] in any order and number, and labels as ``from_data`` takes them, [V], [V, 1] or [V, C].
 
         Raises:
             ValueError: an array of another shape or dtype, a feature that is not finite, an edge of no node.

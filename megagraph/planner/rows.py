@@ -117,6 +117,10 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError, ValueError: there is none, it is something else, or a row is not as it was written.
+
+    Examples:
+        >>> rows = load_rows(Path("bench/results/cpu/real_plans/profile.json"))  # of a checkout
+        >>> cost = mg.planner.fit(rows)
     """
     found = files.parse_json(path, "rows", "run megagraph profile again")
     if isinstance(found, dict) and "benchmarks" in found:

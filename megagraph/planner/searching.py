@@ -38,10 +38,11 @@ MAX_PROCESSES = 1 << 20
 class Candidate:
     """A plan with what it is predicted to cost, or why it was not looked at.
 
-    ``step_seconds`` is a lower bound, for all splits of the layers, unless ``exact``: another plan is better without a
-    run on paper. ``lightest``: the split is the one of least memory.
+    ``step_seconds``, in s, is a lower bound, for all splits of the layers, unless ``exact``: another plan is better
+    without a run on paper. ``lightest``: the split is the one of least memory.
     ``pruned`` names the first constraint that fails: "batch", "layers", "tile", "memory" or "extrapolated".
-    ``peak_bytes`` is that of the rank that needs most, ``tightest`` the rank of the pipeline that has least room.
+    ``peak_bytes``, in bytes, is that of the rank that needs most, ``tightest`` the rank of the pipeline that has least
+    room.
     """
 
     plan: Plan
@@ -56,14 +57,19 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidate, and all of them; what [megagraph.planner.search][] gives."""
+    """The best candidate, and all of them; what [megagraph.planner.search][] gives.
+
+    Attributes:
+        best: the fastest candidate that fits.
+    """
 
     best: Candidate
     _found: _Search
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """All candidates, fastest first; looks at those that the search could leave out."""
+        """All of them, fastest first, then those that are not possible; looks at those that the search could leave
+        out."""
         return self._found.everything(self.best)
 
     @cached_property
