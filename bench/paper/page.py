@@ -21,9 +21,9 @@ PLAN = ("predicted_seconds", "measured_seconds", "measured_bytes")
 
 HEAD = """# Results, experiment by experiment
 
-Made from rows alone: every command with its rows, where they were measured, and what is in them: medians, in brackets
-the least and the most. [The paper, claim by claim](claims.md) says what they show, [rows](rows.md) which of them
-today's code has left behind."""
+Made from rows alone: every command with what is in its rows, medians, in brackets the least and the most, and below
+that their files, with where they were measured. [The paper, claim by claim](claims.md) says what they show,
+[rows](rows.md) which of them today's code has left behind."""
 QUICK = """# Quick results
 
 Of small settings, which say that every path runs, and nothing else."""
@@ -111,11 +111,12 @@ def _section(name: str, what: str, rows: dict[str, list[Row]]) -> list[str]:
     """Lines of an experiment, before its judgement and figures."""
     shown = SHOWN.get(name, PRODUCTS)
     kept = shown.kept([row for found in rows.values() for row in found])
-    lines = [_origin(file, found) for file, found in rows.items()] or ["No rows yet."]
+    lines = [f"- {_origin(file, found)}" for file, found in rows.items()] or ["No rows yet."]
     return [
         f"## {what[0].upper()}{what[1:]}",
-        f"`python -m bench.paper {name}`: {'; '.join(lines)}",
+        f"`python -m bench.paper {name}`",
         _table(kept, shown),
+        "\n".join(lines),
     ]
 
 
