@@ -344,8 +344,9 @@ def predict(run: Path | str, data: Any = None, out: Path | str | None = None, **
             .parquet, a line a node with its number or id, its likeliest class, or all its labels of a probability of at
             least 1/2 (with ";" between them, in Parquet a list), and the probability of each. One in the run folder
             must not be a file of the run.
-        changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``. What is read
-            because the run says so is said through the logger "megagraph", and by the command line on stderr.
+        changes: fields of the run's configuration to replace, such as ``dataset``, ``root`` or ``device``; those that
+            the weights depend on must stay. What is read because the run says so is said through the logger
+            "megagraph", and by the command line on stderr.
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run, or there is no folder for ``out``.
