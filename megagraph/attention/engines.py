@@ -152,7 +152,6 @@ _NAMED = {
     "blocked_long": ("blocked", False),
     "reference": ("reference", True),
 }
-_GONE = {"triton_short": "triton", "triton_long": "triton", "blocked_short": "blocked"}
 
 
 def is_short_shape(num_nodes: int, head_dim: int) -> bool:
@@ -179,8 +178,7 @@ def choose(impl: Impl | None, q: Tensor, *, ring: bool = False) -> tuple[str, bo
             )
             impl = "reference"
     if impl not in _NAMED:
-        expected = f"impl must be {', '.join(map(repr, _NAMED))} or None, got {impl!r}"
-        raise ValueError(expected + (f", which is {_GONE[impl]!r} now" if impl in _GONE else ""))
+        raise ValueError(f"impl must be {', '.join(map(repr, _NAMED))} or None, got {impl!r}")
     name, short = _NAMED[impl]
     reasons = ENGINES[name].refusals(q) if name in ENGINES else []
     if name in ENGINES and torch.jit.is_tracing():

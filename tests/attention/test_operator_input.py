@@ -183,7 +183,6 @@ BAD_INPUTS = {
         lambda: bad(impl="cudnn"),
         "impl must be 'triton', 'blocked', 'blocked_long', 'reference' or None, got 'cudnn'",
     ),
-    "impl of before": (lambda: bad(impl="blocked_short"), "got 'blocked_short', which is 'blocked' now"),
 }
 
 
