@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +73,13 @@ def load_header(folder: Path) -> dict[str, Any]:
         )
     if (size := path.stat().st_size) > _MAX_HEADER_BYTES:
         raise ValueError(f"expected {what} of at most {_MAX_HEADER_BYTES} bytes, got {size} in {path}")
-    old: dict[str, Any] = {}
-    try:
-        header = files.read_json(path, what)
-    except ValueError:
-        with suppress(ValueError):
-            old = files.read_json(path, what, by_hand=True)  # that of version 1 had no checksum
-        _check_version(folder, old.get("version", _VERSION))
-        raise
+    header = files.read_json(path, what)
     if header.get("format") != _FORMAT:
         got = _short(header.get("format"))
         raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {got} in {path}; import the graph again")
-    _check_version(folder, header.get("version"))
+    if header.get("version") != _VERSION:
+        got = _short(header.get("version"))
+        raise ValueError(f"expected a graph store of version {_VERSION}, got {got} in {folder}; import it again")
     _check_header(path, header)
     return header
 
@@ -98,13 +92,6 @@ def names_in(header: dict[str, Any], where: Path) -> Vocabulary:
     if not isinstance(columns, list):
         raise ValueError(f"expected {what} with a list of columns, got {_short(given)}; import the graph again")
     return files.typed(Vocabulary, given | {"columns": [files.typed(Column, x, what) for x in columns]}, what)
-
-
-def _check_version(folder: Path, version: Any) -> None:
-    if version != _VERSION:
-        raise ValueError(
-            f"expected a graph store of version {_VERSION}, got {_short(version)} in {folder}; import it again"
-        )
 
 
 def _check_header(path: Path, header: dict[str, Any]) -> None:

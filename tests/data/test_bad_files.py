@@ -297,7 +297,7 @@ HEADERS = {
     "no text": bytes(range(256)),
     "UTF-16": "{}".encode("utf-16"),
     "large": b" " * (1 << 24) + b"{}",
-    "an old one": b'{"version": 1}',
+    "no checksum": b'{"version": 1}',
 }
 
 

@@ -243,10 +243,6 @@ BAD_INPUT = {
         opening(lambda store: (store / "header.json").write_text(json.dumps(header_of(store) | {"in_features": 9}))),
         r"expected the header of a graph store as it was written, got .*header\.json, which has changed",
     ),
-    "old version": (
-        opening(lambda store: (store / "header.json").write_text('{"version": 1, "arrays": {}, "notes": {}}')),
-        "expected a graph store of version 2, got 1 in .*store; import it again",
-    ),
     "version": (opening(edited(version=3)), "expected a graph store of version 2, got 3"),
     "no arrays": (opening(edited(arrays={})), "expected the arrays features, indices, indptr, labels in .*, got ''"),
     "features not matching nodes": (

@@ -1,6 +1,5 @@
 """``data import --out`` over what is there: a store of ours is replaced, what others wrote is not touched."""
 
-import json
 import os
 import signal
 
@@ -88,12 +87,6 @@ def store_that_is_damaged(folder, graph):
     (folder / "header.json").write_text(text.replace("synthetic", "synthetik"))
 
 
-def store_of_version_1(folder, graph):
-    write_store(graph, folder)
-    header = json.loads((folder / "header.json").read_text())
-    (folder / "header.json").write_text(json.dumps({"version": 1, "notes": {}, "arrays": header["arrays"]}))
-
-
 FOREIGN = {
     "header of something else": (header_of_something_else, r"got header\.json, thesis\.tex \(expected the header"),
     "header with our checksum": (
@@ -111,7 +104,6 @@ FOREIGN = {
     "store with a linked array": (store_with_link("indices.npy"), r"nothing else, got indices\.npy; name"),
     "store with a linked cache": (store_with_link("cache"), r"nothing else, got cache; name"),
     "store that is damaged": (store_that_is_damaged, r"got cache, .*header\.json, which has changed"),
-    "store of version 1": (store_of_version_1, r"of version 2, got 1 in .*; import it again\); name another folder"),
     "a file": (lambda folder, graph: folder.write_text("precious"), "nothing else, got out; name another folder"),
     "folders": (lambda folder, graph: (folder / "empty" / "deep").mkdir(parents=True), "got empty; name"),
 }
