@@ -256,8 +256,8 @@ def open_run(run: Path | str, data: Any, changes: dict[str, Any]) -> Opened:
         place = "" if config.root is None or "root" in changes else f" in {config.root}"
         log.info(f"megagraph: reading {config.dataset}{place}, as {opened.folder / 'config.json'} says")
     graph = as_graph(data, config)
-    if (facts := graph_of(opened)) is not None:
-        _check_graph(graph, facts, None if data is not None or {"dataset", "seed"} & changes.keys() else config.dataset)
+    another = data is not None or {"dataset", "seed"} & changes.keys()
+    _check_graph(graph, graph_of(opened), None if another else config.dataset)
     learned = model_config.embedding == "learned"
     if learned and graph.checksum() != model_config.graph_checksum:
         raise ValueError(

@@ -24,8 +24,8 @@ class History:
         title: what was trained on what.
         steps, epochs: lines of metrics.jsonl.
         metric: by which the best epoch is chosen, such as "accuracy".
-        majority: that of always giving the same answer; ``None`` where the metric has none, or the run does not say.
-        nodes: of the smaller one of the validation and the test part, where the run says so.
+        nodes: of the smaller one of the validation and the test part.
+        majority: that of always giving the same answer; ``None`` where the metric has none.
     """
 
     name: str
@@ -33,8 +33,8 @@ class History:
     steps: list[dict[str, Any]]
     epochs: list[dict[str, Any]]
     metric: str
+    nodes: int
     majority: float | None = None
-    nodes: int | None = None
 
     @classmethod
     def of(cls, run: Run, name: str | None = None) -> History:
@@ -44,19 +44,18 @@ class History:
             FileNotFoundError, ValueError: a file of the run is missing or damaged.
         """
         config, graph = run.config, graph_of(run)
-        of = Path(config.dataset).stem if graph is None else graph.name
         epochs, steps = run.progress(whole=True)
         metric: str = config.metric
         if metric == "auto":
             metric = (OF_LABELS if any("val_micro_f1" in line for line in epochs) else OF_CLASSES)[0]
         return cls(
             name=run.folder.name if name is None else name,
-            title=f"{model_of(config)} on {of}",
+            title=f"{model_of(config)} on {graph.name}",
             steps=[dict(line) for line in steps],
             epochs=[dict(line) for line in epochs],
             metric=metric,
             majority=getattr(graph, f"majority_{metric}", None),
-            nodes=None if graph is None else min(graph.val_nodes, graph.test_nodes),
+            nodes=min(graph.val_nodes, graph.test_nodes),
         )
 
     @property
@@ -109,14 +108,14 @@ class GraphFacts:
         )
 
 
-def graph_of(run: Run) -> GraphFacts | None:
-    """What the last start says of the graph; nothing of a run of an older version.
+def graph_of(run: Run) -> GraphFacts:
+    """What the last start says of the graph.
 
     Raises:
-        ValueError: it is not as we write it.
+        FileNotFoundError, ValueError: the file is missing, or not as we write it.
     """
     said = [start["data"] for start in run.starts if "data" in start]
-    return files.typed(GraphFacts, said[-1], "the graph of a run") if said else None
+    return files.typed(GraphFacts, said[-1] if said else None, "the graph of a run")
 
 
 def model_of(config: TrainConfig) -> str:
@@ -140,12 +139,12 @@ def smoothed(values: np.ndarray, part: float = 0.04) -> np.ndarray:
     return (sums[high] - sums[low]) / (high - low)
 
 
-def score_limits(values: Sequence[float], nodes: int | None) -> tuple[float, float]:
+def score_limits(values: Sequence[float], nodes: int) -> tuple[float, float]:
     """Limits of an axis of scores from 0 to 1: wide enough that what chance does to ``nodes`` looks like what it is.
 
     At least a tenth, or four standard errors of such a part.
     """
-    least = max(0.1, 0.0 if nodes is None else 2.0 / max(nodes, 1) ** 0.5)
+    least = max(0.1, 2.0 / max(nodes, 1) ** 0.5)
     low, high = min(values, default=0.0), max(values, default=1.0)
     room = max(least - (high - low), 0.1 * (high - low)) / 2
     low, high = low - room, high + room

@@ -38,8 +38,8 @@ def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) 
     for majority in majorities:
         score.axhline(majority, color="0.4", linestyle=":", label="majority")
     shown = [line.get(f"{part}_{run.metric}") for run in runs for line in run.epochs for part in ("val", "test")]
-    nodes = min((run.nodes for run in runs if run.nodes is not None), default=None)
-    score.set_ylim(*score_limits([x for x in (*shown, *majorities) if x is not None], nodes))
+    scores = [x for x in (*shown, *majorities) if x is not None]
+    score.set_ylim(*score_limits(scores, min(run.nodes for run in runs)))
     handles, labels = score.get_legend_handles_labels()
     first = {label: handle for handle, label in zip(reversed(handles), reversed(labels), strict=True)}
     shown_by = [*reversed(first.values())], [*reversed(first)]

@@ -101,7 +101,7 @@ def _section(run: Run, history: History) -> _Section:
     return _Section(
         name=history.name,
         model=f"{model_of(config)}{partitions}, {config.heads} heads, {config.bias_form} bias{sizes}.",
-        graph="The run folder says nothing of the graph." if graph is None else f"{graph}.",
+        graph=f"{graph}.",
         progress=f"{state}: {epochs:,} epochs, {len(history.steps):,} steps. {run.folder.absolute()}",
         results=[_result(name, best, graph) for name in measured if best is not None],
         best_epoch=None if best is None else best["epoch"],
@@ -113,7 +113,7 @@ def _section(run: Run, history: History) -> _Section:
     )
 
 
-def _result(measure: str, best: dict[str, Any], graph: GraphFacts | None) -> dict[str, Any]:
+def _result(measure: str, best: dict[str, Any], graph: GraphFacts) -> dict[str, Any]:
     test, majority = best[f"test_{measure}"], getattr(graph, f"majority_{measure}", None)  # some measures have none
     return {
         "measure": _MEASURES[measure],
@@ -191,8 +191,7 @@ def _latest(run: Run) -> dict[str, Any]:
         known |= start
     known.pop("data", None)
     graph = graph_of(run)
-    facts = {} if graph is None else {"graph read from": graph.path, "fingerprint of the graph": graph.fingerprint}
-    return known | facts
+    return known | {"graph read from": graph.path, "fingerprint of the graph": graph.fingerprint}
 
 
 def _environment(starts: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:

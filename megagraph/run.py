@@ -120,11 +120,6 @@ class Run:
             if state == "finished" and not longer and config.resume_step is None:
                 lock.release()
                 return run, "finished"
-            if "bias_lr_scale" not in run._read("config.json", "the configuration of a run"):
-                raise ValueError(
-                    f"{folder} was begun by a version in which the learned part of a bias had the rate and the decay "
-                    "of weights, and this one cannot go on with it; train anew with another --out"
-                )
             (folder / "summary.json").unlink(missing_ok=True)
             files.write_json(folder / "run.json", _marker(folder) | launched)
             return run, "started"
@@ -258,17 +253,17 @@ class Run:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """Where each start comes from: the first in full, of later ones what had changed; none of an older version.
+        """Where each start comes from: the first in full, of later ones what had changed.
 
         Raises:
-            ValueError: the file is damaged.
+            FileNotFoundError, ValueError: the file is missing or damaged.
         """
-        path, what = self.folder / "provenance.json", "the origin of a run"
-        if not path.exists():
-            return []
-        starts = self._read(path.name, what).get("starts")
+        name, what = "provenance.json", "the origin of a run"
+        starts = self._read(name, what).get("starts")
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-            raise ValueError(f"expected {what}, a list of its starts, got {path}, which is something else")
+            raise ValueError(
+                f"expected {what}, a list of its starts, got {self.folder / name}, which is something else"
+            )
         return starts
 
     def note_start(self, origin: dict[str, Any], *, first: bool) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megagraph as mg
-from megagraph import ablation, evaluate, files
+from megagraph import ablation, evaluate
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph, random_split
 from megagraph.data.names import Column, Ids, Names
@@ -162,10 +162,6 @@ def test_a_graph_that_was_handed_over_is_asked_for(tmp_path, use):
         use(tmp_path / "run")
     use(tmp_path / "run", graph)
     use(tmp_path / "run", seed=1)
-    starts = files.read_json(tmp_path / "run" / "provenance.json", "an origin")
-    del starts["starts"][0]["data"]  # as of an earlier version
-    files.write_json(tmp_path / "run" / "provenance.json", starts)
-    use(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

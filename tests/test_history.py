@@ -104,12 +104,12 @@ def test_smoothed_is_the_mean_around_each():
     assert len(smoothed(values[:0])) == 0
 
 
-@pytest.mark.parametrize("nodes", [None, 20, 100_000])
+@pytest.mark.parametrize("nodes", [20, 100_000])
 @pytest.mark.parametrize("values", [(), (0.0,), (1.0,), (0.7, 0.702), (0.1, 0.95), (0.0, 1.0)])
 def test_two_nodes_make_no_trend(values, nodes):
     low, high = score_limits(values, nodes)
     assert all(low < value < high for value in values) and -0.02 <= low < high <= 1.02
-    assert high - low >= min(0.1 if nodes is None else max(0.1, 2 / nodes**0.5), 1.0) - 1e-9
+    assert high - low >= min(max(0.1, 2 / nodes**0.5), 1.0) - 1e-9
 
 
 def test_runs_are_called_by_their_folders():

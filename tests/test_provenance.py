@@ -80,16 +80,7 @@ def test_a_resumed_run_appends_what_changed(tmp_path, monkeypatch):
     assert Run.open(run).starts[2].keys() == {"date", "command", "hosts"}  # it is back
 
 
-def test_a_run_of_before_has_none_and_gets_one(tmp_path):
-    run = tmp_path / "run"
-    mg.Trainer(config(run, epochs=1)).fit(graph())
-    (run / "provenance.json").unlink()
-    assert Run.open(run).starts == []
-    mg.Trainer.resume(run, epochs=2).fit(graph())
-    assert len(Run.open(run).starts) == 1 and "torch" in Run.open(run).starts[0]
-
-
-def test_one_that_is_damaged_or_of_another_run_is_refused(tmp_path):
+def test_one_that_is_damaged_missing_or_of_another_run_is_refused(tmp_path):
     run = tmp_path / "run"
     with stop_at(3):
         mg.Trainer(config(run)).fit(graph())
@@ -104,6 +95,9 @@ def test_one_that_is_damaged_or_of_another_run_is_refused(tmp_path):
         mg.Trainer.resume(run).fit(graph())
     files.write_json(path, {"run_id": "other", "starts": []})
     with pytest.raises(ValueError, match="that of another run"):
+        mg.Trainer.resume(run).fit(graph())
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected the origin of a run, got .*provenance\.json"):
         mg.Trainer.resume(run).fit(graph())
 
 

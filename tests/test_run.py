@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 import megagraph as mg
-from megagraph import epochs, files
+from megagraph import epochs
 from megagraph.config import AUTO
 from megagraph.run import Run
 from megagraph.weights import fill
@@ -437,17 +437,3 @@ def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path, monkeypatch)
 def test_weights_of_another_model_are_one_error(found):
     with pytest.raises(ValueError, match=r"expected the weights of this model in there, but \w+ has shape .* differ"):
         fill(torch.nn.Linear(2, 3), found, Path("there"))
-
-
-def test_a_run_of_a_version_whose_biases_learned_otherwise_is_not_gone_on_with(tmp_path):
-    out = tmp_path / "run"
-    mg.Trainer(config(out, epochs=1)).fit(graph())
-    path = out / "config.json"
-    values = files.read_json(path, "the configuration")
-    del values["bias_lr_scale"]
-    files.write_json(path, values)
-    (out / "summary.json").unlink()
-    before = contents(out)
-    with pytest.raises(ValueError, match=r"was begun by a version in which .* train anew with another --out"):
-        mg.Trainer.resume(out).fit(graph())
-    assert contents(out) == before

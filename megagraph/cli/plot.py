@@ -100,7 +100,7 @@ def _workload_of(run: Run, fitted: CostModel, path: Path) -> tuple[ModelConfig, 
     sizes = ("layers", "dim", "ffn_dim", "heads")
     own = {name: getattr(config, name) for name in (*sizes, "model", "dtype")}
     own["full batches"] = config.batching == "full"
-    if facts is not None and config.partitions == 1:  # nobody has noted how large a part of a graph is
+    if config.partitions == 1:  # nobody has noted how large a part of a graph is
         nodes = {"ego": 1 + config.sample_nodes, "cluster": min(config.sequence_nodes, facts.nodes)}
         own["nodes of a sequence"] = nodes.get(config.batching, facts.nodes)
     profiled = {name: getattr(model, name) for name in sizes} | {"model": workload.model, "dtype": workload.dtype}
