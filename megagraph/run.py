@@ -89,10 +89,8 @@ class Run:
         """
         folder, launched = _folder(config), {"launches": sorted(filter(None, {*(launches or [launch()])}))}
         fresh = not folder.exists()
-        if config.resume not in (None, AUTO) and not (folder / "run.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} must be the folder of a run to resume, but it holds no run.json{files.meant(folder)}"
-            )
+        if config.resume not in (None, AUTO):
+            _check_holds(folder, "run.json")
         if not fresh:
             cls._check_ours(folder, config)  # before a lock is written beside files of others
         try:
@@ -175,11 +173,7 @@ class Run:
             ValueError: its configuration is damaged.
         """
         folder = Path(folder)
-        for name in ("config.json", "run.json"):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{folder} must be the folder of a run to resume, but it holds no {name}{files.meant(folder)}"
-                )
+        _check_holds(folder, "config.json", "run.json")
         config = Run(folder, id=_marker(folder)["id"]).config
         return replace(config.with_plan(Plan()) if new_plan else config, out=folder, resume=folder)
 
@@ -190,10 +184,7 @@ class Run:
         Raises:
             FileNotFoundError, ValueError: it is not the folder of a run.
         """
-        if not (folder / "run.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} must be the folder of a run, but it holds no run.json{files.meant(folder)}"
-            )
+        _check_holds(folder, "run.json")
         return cls(folder, id=_marker(folder)["id"])
 
     @classmethod
@@ -205,11 +196,7 @@ class Run:
             ValueError: the folder's marker is damaged.
         """
         folder = Path(folder)
-        for name in ("config.json", "model.json", _WEIGHTS, "run.json"):
-            if not (folder / name).is_file():
-                raise FileNotFoundError(
-                    f"{folder} must be the folder of a run, but it holds no {name}{files.meant(folder)}"
-                )
+        _check_holds(folder, "config.json", "model.json", _WEIGHTS, "run.json")
         return cls(folder, id=_marker(folder)["id"], writes=False)
 
     def check_output(self, path: Path, own: str | None = None) -> None:
@@ -431,6 +418,14 @@ def _remove_empty(folder: Path) -> None:
     for place in (folder, *(parent for parent in folder.parents if parent == Path("runs"))):
         with suppress(OSError):
             place.rmdir()
+
+
+def _check_holds(folder: Path, *names: str) -> None:
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} must be the folder of a run, but it holds no {name}{files.meant(folder)}"
+            )
 
 
 def _marker(folder: Path) -> dict[str, Any]:

@@ -387,7 +387,7 @@ def no_checkpoints(run):
 
 
 BAD_RESUMES = {
-    "no run": (lambda run: shutil.rmtree(run), dict(), FileNotFoundError, "to resume, but it holds no config.json"),
+    "no run": (lambda run: shutil.rmtree(run), dict(), FileNotFoundError, "of a run, but it holds no config.json"),
     "no checkpoint": (no_checkpoints, dict(), FileNotFoundError, "holds no checkpoint to go on from$"),
     "seed": (None, dict(seed=1), ValueError, "seed of a resumed run must stay 0, got 1; only root, device, .* may ch"),
     "layers": (None, dict(layers=2), ValueError, "layers of a resumed run must stay 3, got 2"),

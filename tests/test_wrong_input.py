@@ -147,7 +147,7 @@ CASES = [
     (None, "plot bias finished --out finished/curves", r"out must end in"),
     (None, "plot attention finished --out a.x", r"out must end in"),
     (lambda: Path("a.png").mkdir(), "plot bias finished --out a.png", r"a.png to write it, got a folder"),
-    (None, "train --resume stoped", r"to resume, but it holds no config.json \(did you mean stopped\?\)"),
+    (None, "train --resume stoped", r"of a run, but it holds no config.json \(did you mean stopped\?\)"),
     (None, "train --resume auto", r"--resume auto needs --out"),
     (None, "train --resume stopped --seed 3", r"seed of a resumed run must stay .*; only root, device, workers"),
     (None, "train --resume stopped --out other", r"out must be the folder that --resume names, stopped, got other"),
