@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megagraph.kernels.tile import MASKED_BUCKET as _MASKED
-
-MASKED_BUCKET: int = _MASKED.value
+from megagraph.kernels.tile import MASKED_BUCKET
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _starts(sizes: Tensor) -> Tensor:
 
 def _numbers(count: int, places: Tensor, pairs: Tensor | None, buckets: Tensor | None) -> Tensor:
     if buckets is not None:
-        numbers = torch.full((count,), MASKED_BUCKET, dtype=torch.uint8, device=places.device)
+        numbers = torch.full((count,), MASKED_BUCKET.value, dtype=torch.uint8, device=places.device)
         numbers[places] = buckets if pairs is None else buckets[pairs.long()]
     else:
         numbers = torch.full((count,), -1, dtype=torch.int32, device=places.device)

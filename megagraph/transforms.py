@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
-from megagraph.attention.fields import MASKED_BUCKET, MAX_BUCKETS, MAX_CHANNELS
+from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS
 from megagraph.data.coarsen import normalized_adjacency
 
 
@@ -43,7 +43,7 @@ class StructuralBias(BaseTransform):
 
     def __init__(self, hops: int = 5, powers: int = 0, max_degree: int = 0) -> None:
         for name, value, most in (
-            ("hops", hops, MAX_BUCKETS - 2),
+            ("hops", hops, MASKED_BUCKET - 2),
             ("powers", powers, MAX_CHANNELS),
             ("max_degree", max_degree, 1 << 31),
         ):

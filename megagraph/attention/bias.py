@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megagraph.attention.fields import (
     MASKED_BUCKET,
-    MAX_BUCKETS,
     MAX_CHANNELS,
     as_buckets,
     check_pairs,
@@ -159,9 +158,9 @@ class BucketBias:
         check_plane("BucketBias table", self.table, 2, "[H, R]")
         if not self.table.is_floating_point():
             raise ValueError(f"BucketBias table must be floating point, got {self.table.dtype}")
-        if not 1 <= self.table.shape[1] <= MAX_BUCKETS:
+        if not 1 <= self.table.shape[1] <= MASKED_BUCKET:
             raise ValueError(
-                f"BucketBias table must have 1 to {MAX_BUCKETS} buckets (255 marks a masked pair), "
+                f"BucketBias table must have 1 to {MASKED_BUCKET} buckets (255 marks a masked pair), "
                 f"got shape {tuple(self.table.shape)}"
             )
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megagraph.attention.relation import Relation, is_sparse
 
-MASKED_BUCKET = 255  # index value of a node pair that must not attend
-MAX_BUCKETS = 255
+MASKED_BUCKET = 255  # index value of a node pair that must not attend; buckets are the numbers below
 MAX_CHANNELS = 16
 
 

@@ -12,6 +12,7 @@ import scipy.sparse as sp
 import torch
 
 from megagraph.attention.bias import aligned_columns
+from megagraph.attention.fields import MASKED_BUCKET
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
@@ -19,7 +20,6 @@ from megagraph.data.options import BatchOptions, Scope, num_buckets
 from megagraph.flags import in_words
 from megagraph.threads import in_threads
 
-PADDING = 255  # the bucket that masks a pair
 MAX_HOP_TABLE_NODES = 2**15  # 1 GiB of uint8
 MAX_CHANNEL_BYTES = 2**32  # of one rank's share of a batch
 _PAIRS_PER_THREAD = 2**14
@@ -392,7 +392,7 @@ class DistanceBuckets:
         hidden[:, : len(block)] = padding[:, block.start : block.stop]
         hidden[:, layout.block_size :] = padding[:, n:]
         sequence, slot = np.nonzero(hidden)
-        buckets[sequence, slot] = PADDING
+        buckets[sequence, slot] = MASKED_BUCKET
         sequence, slot = np.nonzero(padding)
-        buckets[sequence, :, slot] = PADDING
+        buckets[sequence, :, slot] = MASKED_BUCKET
         return _tensor(buckets)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megagraph.attention.bias import BorderedData, aligned_rows
 from megagraph.attention.dropout import dropout_keys
+from megagraph.attention.fields import MASKED_BUCKET
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.neighbours import Neighbours
 from megagraph.attention.relation import Relation
-from megagraph.data.structure import PADDING
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.models.named import MODELS
 from megagraph.models.transformer import GraphTransformer
@@ -194,7 +194,7 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
         assert isinstance(structure, Tensor)
         hidden = padding[:, None] | padding[:, :, None]
         if config.bias == "bucket":
-            structure.masked_fill_(hidden, PADDING)
+            structure.masked_fill_(hidden, MASKED_BUCKET)
         else:
             structure.masked_fill_(hidden[:, None], 0.0)
     inputs = {
