@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megagraph import files, flags
+from megagraph.attention.ways import Comm
 from megagraph.data.options import Batching, BatchOptions, Scope
 from megagraph.models.config import Init, ModelConfig, ModelName
-from megagraph.planner.plan import Across, Comm, Plan, ScheduleName
+from megagraph.planner.plan import Across, Plan, ScheduleName
 from megagraph.planner.workload import Precision
 
 if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import BorderedBias, BucketBias
-from megagraph.attention.comm import Comm, attend
+from megagraph.attention.comm import attend
 from megagraph.attention.engines import state_dtype
 from megagraph.attention.exchange import Exchange
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.rank import Home, RankAttention
 from megagraph.attention.step import Step
+from megagraph.attention.ways import Comm
 
 MakeStep = Callable[[Tensor, BucketBias, Tensor | None], Step]  # of q, bias and padding of its columns
 

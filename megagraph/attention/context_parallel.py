@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from megagraph.attention.bias import Bias, BorderedBias
 from megagraph.attention.bordered import bordered_attention
 from megagraph.attention.checks import check_inputs
-from megagraph.attention.comm import Comm, attend, check_comm
+from megagraph.attention.comm import attend
 from megagraph.attention.engines import Impl, choose
 from megagraph.attention.exchange import Exchange, Loopback, make_exchange
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import as_bias, attention, make_step
 from megagraph.attention.step import Step
 from megagraph.attention.ulysses import bias_of_heads, own_heads, to_heads, to_rows
+from megagraph.attention.ways import Comm, check_comm
 
 Given = tuple[Tensor, Tensor, Tensor, Any]  # q, k, v and bias of a rank
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import Bias
-from megagraph.attention.comm import Comm, check_comm
 from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.engines import Impl
 from megagraph.attention.layout import NodeLayout
@@ -15,6 +14,7 @@ from megagraph.attention.multihead import sizes_of, take_multihead_state
 from megagraph.attention.operator import as_bias
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
+from megagraph.attention.ways import Comm, check_comm
 
 
 class BiasedRingAttention(nn.Module):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megagraph import files
+from megagraph.attention.ways import Comm, check_comm
 from megagraph.data.options import deal
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
-Comm = Literal["ring", "allgather", "halo", "ulysses"]
 
 _SCHEDULES, _ACROSS = get_args(ScheduleName), get_args(Across)
 # a schedule is made of all stages and micro-batches
@@ -77,9 +77,7 @@ class Plan:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
             if value > most:
                 raise ValueError(f"{name} must be at most {most}, got {value}")
-        if self.comm not in get_args(Comm):
-            raise ValueError(f"comm must be 'ring', 'allgather', 'halo' or 'ulysses', got {self.comm!r}")
-        if self.comm == "halo" and self.cp == 1:
+        if check_comm(self.comm) == "halo" and self.cp == 1:
             raise ValueError("comm must be 'ring' for cp = 1, where nothing is sent, got 'halo'")
         if self.across not in _ACROSS:
             raise ValueError(f"across must be 'pp' or 'dp', got {self.across!r}")
@@ -186,21 +184,13 @@ class Plan:
                 f"or pass --plan auto, or a plan of {world_size}"
             )
         self.stages(num_layers)
-        self.check_heads(heads)
+        check_comm(self.comm, heads=heads, ranks=self.cp)
         least = min(self.sequences(batch_sequences))
         if least < self.num_microbatches:
             raise ValueError(
                 f"every replica must have a sequence for each of num_microbatches = {self.num_microbatches}, got "
                 f"{least} of the {batch_sequences} of a global batch on one of dp = {self.dp}; take fewer of "
                 "either, or a larger batch"
-            )
-
-    def check_heads(self, heads: int) -> None:
-        """Raise ValueError unless so many heads can be dealt out to cp ranks, where the plan does so."""
-        if self.comm == "ulysses" and heads % self.cp:
-            raise ValueError(
-                f"heads must be a multiple of cp = {self.cp} for comm 'ulysses', which deals them out, got {heads}; "
-                "take another comm, or a cp that divides them"
             )
 
     def sequences(self, batch_sequences: int) -> list[int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from megagraph import files
+from megagraph.attention.ways import check_comm
 from megagraph.models.config import ModelConfig, ModelName
 from megagraph.planner.plan import Plan
 
@@ -135,7 +136,7 @@ class RankWork:
     @classmethod
     def of(cls, config: ModelConfig, plan: Plan, given: Workload) -> RankWork:
         """What a plan leaves each rank of a workload; the plan need not say how the layers are split."""
-        plan.check_heads(config.heads)
+        check_comm(plan.comm, heads=config.heads, ranks=plan.cp)
         block = math.ceil(given.num_nodes / plan.cp)
         rows = block + given.num_super
         own = plan.most_sequences(given.batch_sequences)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megagraph as mg
 from megagraph.attention import context_parallel, exchange, rank
-from megagraph.attention.comm import Comm
+from megagraph.attention.ways import Comm
 from tests.problems import FORMS, IMPLS, Problem, to, with_learned
 from tests.problems import ring_problem as make_ring_problem
 

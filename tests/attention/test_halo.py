@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagraph as mg
-from megagraph.attention.comm import Comm
 from megagraph.attention.context_parallel import loopback_attention
 from megagraph.attention.exchange import Loopback, StagedExchange
 from megagraph.attention.halo import plan
 from megagraph.attention.operator import make_step
+from megagraph.attention.ways import Comm
 from tests.attention.test_pairs import FORMS, assert_equal, bordered, of_pairs, problem
 from tests.problems import expected, of_a_cpu
 

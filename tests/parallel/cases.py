@@ -382,7 +382,7 @@ BAD_PLANS = {
     ),
     "heads": (
         dict(plan="1,2,1", comm="ulysses", dim=15, heads=3),
-        "heads must be a multiple of cp = 2 for comm 'ulysses', which deals them out, got 3; take another comm",
+        "heads must be a multiple of the 2 ranks that comm 'ulysses' deals them out to, got 3; take 'ring'",
     ),
     "data set": (dict(plan="1,2,1", dataset="nosuch.npz"), "nosuch.npz"),
     "batches": (

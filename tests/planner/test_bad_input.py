@@ -151,7 +151,7 @@ BAD = {
     "several together": (searched(fixed={"cp": 4, "pp": 2}), "no plan of 4 processes has cp = 4, pp = 2; change"),
     "heads of a plan": (
         lambda cost, folder: cost.step_seconds(CONFIG, mg.Plan(cp=3, comm="ulysses")),
-        "heads must be a multiple of cp = 3 for comm 'ulysses', which deals them out, got 8; take another comm",
+        "heads must be a multiple of the 3 ranks that comm 'ulysses' deals them out to, got 8; take 'ring'",
     ),
     "strict": (
         searched(strict=True, workload=Workload(batch_sequences=64, num_nodes=9999)),
