@@ -24,9 +24,10 @@ class ClusterBatches(Builder):
     Args:
         clusters: [V] cluster of every node, from 0 on without gaps, none in two super nodes.
         edges: between the clusters, their ``quotient``.
-        together: the probability that the next cluster of a sequence is the one with the most edges to those in it, and
-            not any one.
     """
+
+    # the probability that the next cluster of a sequence is the one with the most edges to those in it, and not any one
+    together = 0.5
 
     def __init__(
         self,
@@ -36,15 +37,10 @@ class ClusterBatches(Builder):
         clusters: np.ndarray,
         edges: sp.csr_array,
         options: BatchOptions,
-        *,
-        together: float,
     ) -> None:
-        if not 0 <= together <= 1:
-            raise ValueError(f"expected 0 <= together <= 1, got {together}")
         super().__init__(graph, coarsening, structure)
         self.num_regular = min(options.sequence_nodes, graph.num_nodes)
         self.sequence_nodes = self.num_regular + coarsening.num_parts + options.global_tokens
-        self.together = together
         self.quality = quality(graph, clusters, edges)
         self._members = np.split(np.argsort(clusters, kind="stable"), np.cumsum(np.bincount(clusters))[:-1])
         self._edges = edges

@@ -33,18 +33,16 @@ def prepare(
     *,
     known: np.ndarray | None = None,
     cluster_size: int | None = None,
-    together: float = 0.5,
 ) -> Builder:
     """Super nodes, neighbours or clusters, and the tables of the bias.
 
     Args:
         known: nodes whose labels are input, with ``options.label_input``.
         cluster_size: nodes per cluster; default 300, or an eighth of N' where that is less.
-        together: how clusters are packed (``ClusterBatches``).
     """
     if options.degree_input:
         graph = with_degrees(graph)
-    builder = _builder(propagated(graph, options.propagate), options, cluster_size, together)
+    builder = _builder(propagated(graph, options.propagate), options, cluster_size)
     if known is not None and isinstance(builder, FullBatches):
         builder.show_labels(known, options.label_input)
     if options.shuffle_structure and builder.relabel is None:
@@ -68,7 +66,7 @@ def _say(graph: Graph, what: str) -> None:
     log.log(level, f"preparing {graph.name}: {what}")
 
 
-def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, together: float) -> Builder:
+def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None) -> Builder:
     if options.batching == "ego":
         num_clusters = max(1, round(graph.num_nodes * options.super_ratio))
         _say(graph, f"{num_clusters:,} clusters")
@@ -112,7 +110,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None, toge
         full.relabel = others
         return full
     structure = _structure(graph, coarsening, options)
-    return ClusterBatches(graph, coarsening, structure, clusters, edges, options, together=together)
+    return ClusterBatches(graph, coarsening, structure, clusters, edges, options)
 
 
 def _structure(graph: Graph, coarsening: Coarsening, options: BatchOptions) -> BiasChannels | DistanceBuckets:

@@ -22,8 +22,8 @@ from megagraph.data.start import bias_labels, bias_start
 from tests.data.graphs import make_graph
 
 
-def prepared(graph, *, cluster_size=None, together=0.5, **options):
-    return prepare(graph, BatchOptions(**options), cluster_size=cluster_size, together=together)
+def prepared(graph, *, cluster_size=None, **options):
+    return prepare(graph, BatchOptions(**options), cluster_size=cluster_size)
 
 
 @pytest.fixture(scope="module")
@@ -215,11 +215,9 @@ def kept_edges(graph, sequences):
 
 def test_neighbouring_clusters_are_drawn_together():
     ring = make_graph(2048, [(i, (i + 1) % 2048) for i in range(2048)])
-    kept = []
+    builder, kept = prepared(ring, batching="cluster", sequence_nodes=128, cluster_size=16, super_nodes=4), []
     for together in (0.0, 0.5, 1.0):
-        builder = prepared(
-            ring, batching="cluster", sequence_nodes=128, cluster_size=16, super_nodes=4, together=together
-        )
+        builder.together = together
         sequences = np.concatenate(builder.plan(np.arange(2048), 1, np.random.default_rng(0)))
         assert sorted(sequences[sequences >= 0]) == list(range(2048))
         kept.append(kept_edges(ring, sequences))
@@ -370,7 +368,6 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
         ({"batching": "cluster", "cluster_size": 0}, "expected cluster_size >= 1, got 0"),
         ({"batching": "cluster", "super_nodes": 1}, "super_nodes must be above global_tokens = 1, got 1"),
         ({"super_nodes": 1}, "super_nodes must be above global_tokens = 1, got 1"),
-        ({"batching": "cluster", "together": 1.5}, r"expected 0 <= together <= 1, got 1\.5"),
     ],
 )
 def test_prepare_refuses(options, message):

@@ -20,7 +20,7 @@ from megagraph.data.sample import Pagerank
 
 
 def prepared(graph, *, cluster_size=None, **options):
-    return prepare(graph, BatchOptions(**options), cluster_size=cluster_size, together=0.5)
+    return prepare(graph, BatchOptions(**options), cluster_size=cluster_size)
 
 
 @pytest.fixture(scope="module")
