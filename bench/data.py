@@ -15,7 +15,7 @@ whose peak memory is in the row (see bench.processes). All but ``prepare`` are p
 
 ego: end to end, from target nodes to a batch without features: N' = 15, N_s = 1, six channels, super nodes of 300
 nodes. With a curve over epsilon: the share of the exact top 14's PageRank mass (epsilon 1e-7) that is in the top 14
-found, the slots filled, and the edges walked a source.
+found, and the slots filled.
 cluster: end to end, with features: the rows of one of four ranks, N' = 8192, N_s = 256, distances up to 8. With the
 share of the edges that is within a sequence, by the packing that training uses and by packing clusters at random.
 powers: batches with six powers of the whole graph's adjacency, other settings as they are by default: of 256 target
@@ -62,14 +62,14 @@ from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.loader import Loader
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
-from megagraph.data.sample import known_nodes
+from megagraph.data.sample import ALPHA, known_nodes
 from megagraph.data.store import open_store
 from megagraph.epochs import make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import batches, choose_split, make_loader, make_model
 from megagraph.planner.plan import Plan
 
 SEED, ROUNDS = 0, 5
-ALPHA, EPSILON, K = 0.15, 1e-4, 14
+EPSILON, K = 1e-4, 14
 EGO = {"sample_nodes": K, "samples": 1, "super_nodes": 1, "global_tokens": 0, "super_ratio": 1 / 300}
 EGO_BATCH, EGO_BATCHES, SEQUENCES_PER_SECOND = 256, 16, 4000  # at least
 CURVE, EXACT, CURVE_SOURCES = (1e-3, 3e-4, 1e-4, 3e-5), 1e-7, 200
@@ -139,7 +139,7 @@ def _ego(products: Path) -> dict[str, Any]:
     graph = replace(graph, features=graph.features[:, :0])
     rng = np.random.default_rng(SEED)
     builder, preparing = _timed(lambda: prepare(graph, BatchOptions(**EGO)))
-    assert isinstance(builder, EgoBatches) and (builder.pagerank.alpha, builder.pagerank.epsilon) == (ALPHA, EPSILON)
+    assert isinstance(builder, EgoBatches) and builder.pagerank.epsilon == EPSILON
     targets = rng.integers(graph.num_nodes, size=EGO_BATCH * EGO_BATCHES)
     loader = Loader(builder, targets, batch_size=EGO_BATCH, seed=SEED, shuffle=False)
     _, first = _timed(lambda: next(iter(loader.epoch(0))))
@@ -170,18 +170,18 @@ def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, floa
     graph = builder.graph
     sources = rng.choice(graph.num_nodes, CURVE_SOURCES, replace=False)
 
-    def top(epsilon: float) -> tuple[list[dict[int, float]], int]:
-        """Weights of the K strongest of every source, and the edges walked."""
+    def top(epsilon: float) -> list[dict[int, float]]:
+        """Weights of the K strongest of every source."""
         csr = csr_arrays(graph.indptr, graph.indices)
-        counts, nodes, weights, walked = traversal.pagerank(sources, *csr, ALPHA, epsilon, K, known_nodes(graph))
+        counts, nodes, weights = traversal.pagerank(sources, *csr, ALPHA, epsilon, K, known_nodes(graph))
         cuts = np.cumsum(counts)[:-1]
         pairs = zip(np.split(nodes, cuts), np.split(weights, cuts), strict=True)
-        return [dict(zip(n.tolist(), w.tolist(), strict=True)) for n, w in pairs], walked
+        return [dict(zip(n.tolist(), w.tolist(), strict=True)) for n, w in pairs]
 
-    exact, _ = top(EXACT)
+    exact = top(EXACT)
     rows = []
     for epsilon in CURVE:
-        (found, walked), seconds = _timed(lambda epsilon=epsilon: top(epsilon))
+        found, seconds = _timed(lambda epsilon=epsilon: top(epsilon))
         shares = [
             sum(w for node, w in best.items() if node in here) / sum(best.values())
             for best, here in zip(exact, found, strict=True)
@@ -192,7 +192,6 @@ def _curve(builder: EgoBatches, rng: np.random.Generator) -> list[dict[str, floa
                 "top_mass_share": float(np.mean(shares)),
                 "smallest_share": float(min(shares)),
                 "filled_slots": float(np.mean([len(here) for here in found])),
-                "edges_walked": walked / len(sources),
                 "push_seconds": seconds["cpu"] / len(sources),
             }
         )

@@ -11,6 +11,7 @@ from megagraph.data.coarsen import normalized_adjacency
 from megagraph.data.graph import Graph
 
 _MOST_EXACT_EDGES, _PROBES, _TOLERANCE = 2**21, 16, 1e-5
+ALPHA = 0.15  # of a residual, what settles
 MAX_STORED_SOURCES = 2**15  # graphs up to this size keep the candidates of all nodes: 32 MiB with 128 of each
 
 
@@ -38,12 +39,10 @@ class Pagerank:
         max_candidates: how many other nodes to keep of every source, the strongest ones.
     """
 
-    def __init__(self, graph: Graph, *, alpha: float = 0.15, epsilon: float = 1e-4, max_candidates: int = 128) -> None:
-        if not 0 < alpha < 1 or epsilon <= 0 or max_candidates < 1:
-            raise ValueError(
-                f"expected 0 < alpha < 1, epsilon > 0 and max_candidates >= 1, got {alpha}, {epsilon}, {max_candidates}"
-            )
-        self.alpha, self.epsilon, self.max_candidates = alpha, epsilon, max_candidates
+    def __init__(self, graph: Graph, *, epsilon: float = 1e-4, max_candidates: int = 128) -> None:
+        if epsilon <= 0 or max_candidates < 1:
+            raise ValueError(f"expected epsilon > 0 and max_candidates >= 1, got {epsilon}, {max_candidates}")
+        self.epsilon, self.max_candidates = epsilon, max_candidates
         self._graph = graph
         self._csr = np.asarray(graph.indptr), np.asarray(graph.indices)  # of a mapped file its plain view
         self._known = known_nodes(graph)
@@ -70,10 +69,10 @@ class Pagerank:
         some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
         matrix, found = normalized_adjacency(adjacency), self(some)
         start = np.zeros((num_nodes, len(some)), np.float32)
-        start[some, range(len(some))] = self.alpha
+        start[some, range(len(some))] = ALPHA
         exact = start
-        for _ in range(math.ceil(math.log(_TOLERANCE) / math.log(1 - self.alpha))):
-            exact = start + np.float32(1 - self.alpha) * (matrix @ exact)
+        for _ in range(math.ceil(math.log(_TOLERANCE) / math.log(1 - ALPHA))):
+            exact = start + np.float32(1 - ALPHA) * (matrix @ exact)
         others = exact.sum(dtype=np.float64) - exact[some, range(len(some))].sum(dtype=np.float64)
         return float(found.weights.sum(dtype=np.float64) / others) if others > 0 else 1.0
 
@@ -81,13 +80,8 @@ class Pagerank:
         """The candidates of the nodes [S], strongest first, computed now."""
         from megagraph.data import traversal
 
-        counts, nodes, weights, _ = traversal.pagerank(
-            np.asarray(sources, np.int64),
-            *self._csr,
-            self.alpha,
-            self.epsilon,
-            self.max_candidates,
-            self._known,
+        counts, nodes, weights = traversal.pagerank(
+            np.asarray(sources, np.int64), *self._csr, ALPHA, self.epsilon, self.max_candidates, self._known
         )
         return Neighbors(indptr=np.concatenate([[0], np.cumsum(counts)]), nodes=nodes, weights=weights)
 

@@ -58,8 +58,7 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
         known: int32 [V, 2], ``place`` and the degree in A + I side by side: what is new about a node is one read.
 
     Returns:
-        counts int64 [S], nodes int32 and weights float32 of the strongest ``limit`` of each source, falling, and the
-        number of edges walked.
+        counts int64 [S], nodes int32 and weights float32 of the strongest ``limit`` of each source, falling.
     """
     num_nodes = len(indptr) - 1
     widest = 0
@@ -78,7 +77,6 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
     nodes = np.empty(len(sources) * limit, np.int32)
     weights = np.empty(len(sources) * limit, np.float32)
     total = 0
-    walked = 0
     for i, source in enumerate(sources):
         touched[0] = source
         degree[0] = indptr[source + 1] - indptr[source] + 1
@@ -99,7 +97,6 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
             share = (1.0 - alpha) * mass / degree[here]
             residual[here] = share  # by the self loop
             start, stop = indptr[touched[here]], indptr[touched[here] + 1]
-            walked += stop - start
             for edge in range(start - 1, stop):
                 if edge < start:
                     slot = here
@@ -127,7 +124,7 @@ def pagerank(sources, indptr, indices, alpha, epsilon, limit, known):
         settled[:size] += alpha * residual[:size]
         counts[i] = _strongest(size, touched, degree, settled, heap, nodes[total:], weights[total:])
         total += counts[i]
-    return counts, nodes[:total], weights[:total], walked
+    return counts, nodes[:total], weights[:total]
 
 
 @jit(nogil=True)
