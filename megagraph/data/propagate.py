@@ -1,7 +1,7 @@
 """Balanced clusters by label propagation, in the memory of the graph and a few arrays of one number a node.
 
 Size-constrained label propagation (Meyerhenke, Sanders & Schulz 2014), on nodes, then on clusters, then on nodes again.
-Compiled by numba; in one thread, so that the same graph and seed give the same clusters.
+Compiled by numba; in one thread, so that a graph has the same clusters each time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROUNDS = 10
 _SETTLED = 1e-3  # part of the nodes that still move when a phase ends
 
 
-def propagate(indptr: np.ndarray, indices: np.ndarray, num_parts: int, seed: int = 0) -> np.ndarray:
+def propagate(indptr: np.ndarray, indices: np.ndarray, num_parts: int) -> np.ndarray:
     """Between 0.95 ``num_parts`` and ``num_parts`` clusters, none above 1.1 times their mean -> int32 [V].
 
     1. Every node starts as a cluster and moves, in random order, to the cluster that most of its edges lead to and that
@@ -36,7 +36,7 @@ def propagate(indptr: np.ndarray, indices: np.ndarray, num_parts: int, seed: int
     num_nodes = len(indptr) - 1
     fewest = math.ceil(_FEWEST * num_parts)
     label, size = np.arange(num_nodes, dtype=np.int32), np.ones(num_nodes, np.int64)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     room = num_nodes // fewest
     _settle(indptr, indices, label, size, room, num_nodes, rng)
     merged = 1

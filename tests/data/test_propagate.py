@@ -83,16 +83,16 @@ def test_leftovers_go_where_their_edges_lead_then_to_the_smallest_then_in_parts(
     assert label.tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 1] and size.tolist() == [5, 5, 0, 0, 0]
 
 
-@given(random_graphs(max_nodes=40), st.integers(1, 40), st.integers(0, 3))
-def test_counts_and_sizes_keep_their_bounds_on_any_graph(graph, num_parts, seed):
+@given(random_graphs(max_nodes=40), st.integers(1, 40))
+def test_counts_and_sizes_keep_their_bounds_on_any_graph(graph, num_parts):
     nodes = graph.num_nodes
     num_parts = min(num_parts, nodes)
-    parts = propagate(graph.indptr, graph.indices, num_parts, seed)
+    parts = propagate(graph.indptr, graph.indices, num_parts)
     size = np.bincount(parts)
     assert parts.dtype == np.int32 and len(parts) == nodes and size.min() > 0
     assert 0.95 * num_parts <= len(size) <= num_parts
     assert size.max() <= max(1.1 * nodes / len(size), -(-nodes // num_parts))
-    assert (propagate(graph.indptr, graph.indices, num_parts, seed) == parts).all()
+    assert (propagate(graph.indptr, graph.indices, num_parts) == parts).all()
 
 
 @pytest.fixture(scope="module")
