@@ -71,7 +71,7 @@ def test_several_labels_of_any_type(dtype):
     assert graph.multi_label and graph.num_classes == 2 and graph.labels.dtype == np.int8
     np.testing.assert_array_equal(graph.labels, expected)
     known = [0, 2, 3] if dtype.is_floating_point else [0, 1, 2, 3]
-    split = random_split(graph.labels, seed=0, train=0.5, val=0.25)
+    split = random_split(graph.labels, seed=0)
     assert sorted(np.concatenate([split.train, split.val, split.test])) == known
     others = Graph.from_data(data(y=y.flip(1)))
     assert others.fingerprint() != graph.fingerprint() and not Graph.from_data(data()).multi_label
@@ -226,12 +226,6 @@ def test_split_partitions_the_labelled_nodes():
     assert all((np.diff(part) > 0).all() for part in parts)
     assert (random_split(labels, seed=3).train == split.train).all()
     assert not np.array_equal(random_split(labels, seed=4).train, split.train)
-
-
-@pytest.mark.parametrize(("train", "val"), [(0.0, 0.5), (0.5, -0.1), (0.9, 0.2)])
-def test_split_refuses_fractions(train, val):
-    with pytest.raises(ValueError, match="expected fractions"):
-        random_split(np.zeros(10, np.int64), 0, train=train, val=val)
 
 
 def test_synthetic_graph_needs_its_edges():
