@@ -129,13 +129,13 @@ def check_readable(path: Path, what: str, again: str) -> None:
         raise ValueError(f"expected {what}, got {path}, which is no file; {again}")
 
 
-def read_text(path: Path, what: str, again: str = "name another") -> str:
+def read_text(path: Path, what: str) -> str:
     """What a text file holds; FileNotFoundError or ValueError where it is none."""
-    check_readable(path, what, again)
+    check_readable(path, what, "name another")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"expected {what}, got {path}, which is no text in UTF-8 ({error}); {again}") from error
+        raise ValueError(f"expected {what}, got {path}, which is no text in UTF-8 ({error}); name another") from error
 
 
 def parse_json(path: Path, what: str, again: str = "write it again") -> Any:

@@ -129,11 +129,11 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return names if len({*names}) == len(names) else [str(folder) for folder in folders]
 
 
-def smoothed(values: np.ndarray, part: float = 0.04) -> np.ndarray:
-    """Centred means over this part of all values, fewer at the ends."""
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Centred means over a twenty-fifth of all values, fewer at the ends."""
     if not len(values):
         return values
-    half = int(len(values) * part / 2)
+    half = len(values) // 50
     sums, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
     low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
     return (sums[high] - sums[low]) / (high - low)

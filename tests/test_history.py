@@ -98,8 +98,8 @@ def test_the_command(runs, tmp_path):
 
 def test_smoothed_is_the_mean_around_each():
     values = np.random.default_rng(0).normal(size=101)
-    expected = [values[max(0, i - 5) : i + 6].mean() for i in range(101)]
-    np.testing.assert_allclose(smoothed(values, 0.1), expected)
+    expected = [values[max(0, i - 2) : i + 3].mean() for i in range(101)]
+    np.testing.assert_allclose(smoothed(values), expected)
     np.testing.assert_array_equal(smoothed(values[:3]), values[:3])
     assert len(smoothed(values[:0])) == 0
 

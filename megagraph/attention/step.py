@@ -24,7 +24,6 @@ _IN_SCHEMA: dict[Any, str] = {
     float: "float",
     int: "SymInt",
     bool: "bool",
-    bool | None: "bool?",
 }
 
 

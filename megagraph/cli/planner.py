@@ -256,11 +256,11 @@ def _check_explained(wanted: Wanted, world_size: int) -> None:
             raise ValueError(f"explain must have {name} = {fixed}, as --{name} says, got {wanted.explain}")
 
 
-def table(result: SearchResult, count: int = 10) -> str:
-    """The fastest plans, the front, and why others were not looked at."""
+def table(result: SearchResult) -> str:
+    """The ten fastest plans, the first ten of the front, and why others were not looked at."""
     lines = [f"{'':>10} {'step':>11} {'memory':>10}  plan"]
     possible = [c for c in result.candidates if c.pruned is None]
-    for name, candidates in (("best", possible[:count]), ("front", result.pareto[:count])):
+    for name, candidates in (("best", possible[:10]), ("front", result.pareto[:10])):
         lines += [_line(name if index == 0 else "", candidate) for index, candidate in enumerate(candidates)]
     reasons = sorted({c.pruned for c in result.candidates if c.pruned})
     counts = ", ".join(f"{reason} {sum(c.pruned == reason for c in result.candidates)}" for reason in reasons)
