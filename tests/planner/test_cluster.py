@@ -91,6 +91,22 @@ def test_every_rank_has_its_own_limit(folder):
     assert mg.planner.search(cost, CONFIG, 2, other, fixed=fixed).best.plan.layers == (1, 3)
 
 
+def test_replicas_have_the_room_of_their_smallest_rank(folder):
+    """Stages of which one has two small ranks, wherever these are; and a stage may be on a large and a small one."""
+    cost, plenty = cluster(folder).cost_model(4), 1e12
+    fixed = {"num_microbatches": 1, "checkpoint": False, "shard": False}
+    large, small = (
+        size * 1.001 / (1 - HEADROOM) for size in cost.memory_bytes(CONFIG, mg.Plan(pp=2, dp=2, layers=(3, 1)))
+    )
+    for limits, across in (([large, large, small, small], "pp"), ([large, small, large, small], "dp")):
+        found = mg.planner.search(cost, CONFIG, 4, limits, fixed={"pp": 2, "dp": 2} | fixed).best.plan
+        assert found.layers == (3, 1) and found.across == across
+    (whole,) = cost.memory_bytes(CONFIG, mg.Plan(dp=2))
+    for limits in ([plenty, whole], [whole, plenty]):
+        with pytest.raises(mg.planner.NoFeasiblePlan, match="the lightest, pp 1, cp 1, dp 2"):
+            mg.planner.search(cost, CONFIG, 2, limits, fixed={"dp": 2} | fixed)
+
+
 def test_a_search_takes_all_devices_of_a_cluster_or_the_first(folder, capsys, monkeypatch):
     cluster(folder)
     for flags, ranks in (((), 8), (("--world-size", "4"), 4), (("--memory-gib", "0.5"), 8)):

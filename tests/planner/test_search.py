@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 import megagraph as mg
 from bench.experiments.search import bound_of
+from megagraph.flags import in_words
 from megagraph.planner.searching import HEADROOM
 from megagraph.planner.shapes import MAX_MICROBATCHES, shapes
 from megagraph.planner.split import lightest_split
@@ -26,11 +30,26 @@ def cost():
     return mg.planner.fit(synthetic.rows())
 
 
+def every_shape(world_size, sequences, mappings):
+    """All that a plan may be; micro-batches divide a replica's sequences, or leave 1, 2, 4, ... each."""
+    sizes = range(1, world_size + 1)
+    schedules = [("gpipe", 1), ("1f1b", 1), *(("interleaved", stages) for stages in range(2, CONFIG.layers + 1))]
+    for pp, cp, dp in (degrees for degrees in product(sizes, repeat=3) if np.prod(degrees) == world_size):
+        own = sequences // dp
+        counts = [k for k in range(1, own + 1) if own % k == 0 or k in {math.ceil(own / 2**i) for i in range(9)}]
+        ways = ("ring", "allgather", "ulysses") if cp > 1 else ("ring",)
+        for num, (schedule, stages), comm in product(counts, schedules, ways):
+            if pp * stages > CONFIG.layers or (comm == "ulysses" and CONFIG.heads % cp):
+                continue
+            for across, checkpoint, shard in product(mappings, (False, True), {False, cp * dp > 1}):
+                base = dict(pp=pp, cp=cp, dp=dp, comm=comm, across=across, checkpoint=checkpoint, shard=shard)
+                with suppress(ValueError):  # no such plan
+                    yield mg.Plan(**base, schedule=schedule, stages_per_rank=stages, num_microbatches=num)
+
+
 def everything(cost, world_size, mappings=("pp",)):
     """(seconds, bytes, plan) of every plan with every split."""
-    for shape in shapes(CONFIG, world_size, cost.workload, {}, mappings):
-        if shape.num_stages > CONFIG.layers or cost.workload.batch_sequences < shape.dp * shape.num_microbatches:
-            continue
+    for shape in every_shape(world_size, cost.workload.batch_sequences, mappings):
         for split in all_splits(CONFIG.layers, shape.num_stages):
             plan = replace(shape, layers=split)
             yield cost.step_seconds(CONFIG, plan), max(cost.memory_bytes(CONFIG, plan)), plan
@@ -99,13 +118,27 @@ def test_ranks_of_unequal_speed_get_the_best_of_all_shares_and_splits(cost, slow
 
 
 def test_a_replica_may_have_all_that_the_others_leave(cost):
-    """5 of 7 sequences in two micro-batches, where there is room for them and not for 6."""
-    unequal = replace(cost, slowness=(4.0, 1.0), workload=replace(cost.workload, batch_sequences=7))
-    plan = mg.Plan(dp=2, layers=(6,), num_microbatches=2, shares=(2, 5))
-    limit = max(unequal.memory_bytes(CONFIG, plan)) * (1 + 1e-6)
+    """7 of 9 sequences in two micro-batches, where there is room for them and not for 8, else 6."""
+    unequal = replace(cost, slowness=(4.0, 1.0), workload=replace(cost.workload, batch_sequences=9))
+    plan = mg.Plan(dp=2, layers=(6,), num_microbatches=2, shares=(2, 7))
     fixed = {"dp": 2, "num_microbatches": 2, "checkpoint": False, "shard": False}
-    found = mg.planner.search(unequal, CONFIG, 2, limit / (1 - HEADROOM), fixed=fixed)
-    assert found.best.plan.shares == (2, 5)
+    for room, shares in ((1 + 1e-6, (2, 7)), (1 - 1e-6, (3, 6))):
+        limit = max(unequal.memory_bytes(CONFIG, plan)) * room
+        found = mg.planner.search(unequal, CONFIG, 2, limit / (1 - HEADROOM), fixed=fixed)
+        assert found.best.plan.shares == shares
+
+
+def test_interleaved_stages_share_the_room_of_their_rank(cost):
+    """Where the fastest split does not fit, and another one than the lightest is the best of those that do."""
+    shape = mg.Plan(pp=2, schedule="interleaved", stages_per_rank=2, num_microbatches=8)
+    plans = [replace(shape, layers=split) for split in all_splits(CONFIG.layers, 4)]
+    sizes = {plan.layers: max(cost.memory_bytes(CONFIG, plan)) for plan in plans}
+    limit = sizes[1, 2, 1, 2] * (1 + 1e-6)
+    seconds, best = min((cost.step_seconds(CONFIG, plan), plan.layers) for plan in plans if sizes[plan.layers] <= limit)
+    assert min(sizes.values()) < sizes[best]
+    fixed = {"pp": 2, "stages_per_rank": 2, "num_microbatches": 8, "checkpoint": False}
+    found = mg.planner.search(cost, CONFIG, 2, limit / (1 - HEADROOM), fixed=fixed).best
+    assert found.step_seconds == pytest.approx(seconds, rel=1e-9) and found.plan.layers == best
 
 
 def test_a_step_is_that_of_the_slowest_replica(cost):
@@ -196,6 +229,8 @@ def test_lightest_split():
 def test_zero_bubble_is_searched_where_it_is_asked_for(cost):
     found = mg.planner.search(cost, CONFIG, 4, PLENTY, fixed={"schedule": "zero_bubble", "shard": True})
     assert found.best.plan.schedule == "zero_bubble" and not found.best.plan.checkpoint
+    found = mg.planner.search(cost, CONFIG, 4, PLENTY, fixed={"schedule": "zero_bubble"})
+    assert {(c.plan.pp, c.plan.shard) for c in found.candidates} == {(2, True), (4, False)}
     assert "zero_bubble" not in {c.plan.schedule for c in mg.planner.search(cost, CONFIG, 4, PLENTY).candidates}
 
 
@@ -204,7 +239,7 @@ def test_a_part_of_the_memory_stays_free(cost):
     lightest = min(size for _, size, _ in everything(cost, 1))
     found = mg.planner.search(cost, CONFIG, 1, lightest / 0.9199)
     assert found.best.peak_bytes == pytest.approx(lightest)
-    with pytest.raises(mg.planner.NoFeasiblePlan, match="8% headroom"):
+    with pytest.raises(mg.planner.NoFeasiblePlan, match=rf"8% headroom: .*, needs {in_words(lightest)} on stage 0"):
         mg.planner.search(cost, CONFIG, 1, lightest / 0.9201)
 
 
@@ -212,6 +247,12 @@ def test_interleaved_stages_may_be_of_one_layer_each(cost):
     found = shapes(replace(CONFIG, layers=4), 2, cost.workload, {})
     assert any(plan.schedule == "interleaved" and plan.pp == 2 for plan in found)
     assert not any(plan.schedule == "interleaved" for plan in shapes(replace(CONFIG, layers=3), 2, cost.workload, {}))
+
+
+def test_a_pipeline_has_two_to_four_stages_a_rank_and_as_few_micro_batches_as_ranks(cost):
+    found = list(shapes(replace(CONFIG, layers=8), 2, cost.workload, {}))
+    assert {plan.stages_per_rank for plan in found if plan.schedule == "interleaved"} == {2, 3, 4}
+    assert any(plan.schedule == "1f1b" and plan.num_microbatches == 2 for plan in found)
 
 
 def test_a_profile_names_model_and_workload(cost):
