@@ -164,14 +164,15 @@ def test_heads_of_two_ranks_along_listed_pairs():
     assert got == pytest.approx([3 * 4 * num + 2 * 4 * num + data + messages + first], rel=1e-12)
 
 
-def test_bytes_of_listed_pairs():
-    """A halo is kept in both layers, and given back before gradients of parameters are there; its own gradients are
-    there once. 13 bytes a pair, 2 a node and super node."""
-    many = replace(LISTED, num_nodes=6000, num_targets=6000, pairs=12_000, halo=(2000,))
-    num, halo = sum(p.numel() for p in HierarchicalGT(CONFIG).parameters()), 2000 * 4 * 2 * 4
+@pytest.mark.parametrize(("dtype", "each"), [("fp32", 4), ("bf16", 2)])
+def test_bytes_of_listed_pairs(dtype, each):
+    """A halo is kept in both layers, and given back before gradients of parameters are there; its own gradients, which
+    are always fp32, are there once. 13 bytes a pair, 2 a node and super node."""
+    many = replace(LISTED, num_nodes=6000, num_targets=6000, pairs=12_000, halo=(2000,), dtype=dtype)
+    num, halo = sum(p.numel() for p in HierarchicalGT(CONFIG).parameters()), 2000 * 4 * 2
     data = 13 * 6000 + 2 * 3001 + 16 * 3001
     got = cost_model().memory_bytes(CONFIG, mg.Plan(cp=2, comm="halo"), many)
-    assert got == pytest.approx([4 * 3 * num + 2 * halo + data + halo + 5 / 2 * 3 * 4], rel=1e-12)
+    assert got == pytest.approx([4 * 3 * num + 2 * each * halo + data + 4 * halo + 5 / 2 * 3 * 4], rel=1e-12)
 
 
 @pytest.mark.parametrize("comm", ["ring", "halo"])
@@ -190,6 +191,15 @@ def test_a_convolution_of_two_ranks(comm):
     assert more == pytest.approx(5 * 4 * weight + 16 * (6 + 4))  # moments, gradients and the buckets of those
     counted = [sum(p.numel() for p in HierarchicalGT(x).parameters()) for x in (config, ONE_LAYER)]
     assert counted[0] - counted[1] == weight
+
+
+def test_ranks_that_were_measured_are_those_of_a_plan():
+    """All that sum gradients, a ring's among them; and of unequal speed as many as were measured, no fewer."""
+    cost = replace(cost_model(), ranges={"all-reduce ranks": (2.0, 2.0)}, slowness=(1.0, 1.0, 2.0))
+    said = {plan.world_size: cost.extrapolated(CONFIG, plan) for plan in (mg.Plan(cp=2, dp=2), mg.Plan(dp=2))}
+    assert "all-reduce ranks = 4 is outside the measured 2..2" in said[4]
+    assert not any(what.startswith("all-reduce") for what in said[2])
+    assert all("ranks of unequal speed were measured, and not these" in what for what in said.values())
 
 
 def test_rows_that_ranks_name():
@@ -256,6 +266,23 @@ def test_sharded_parameters_are_gathered_forward_and_backward(device, sums):
     first, layer, last = parameters(CONFIG)
     got = cost.step_seconds(CONFIG, mg.Plan(pp=2, dp=2, shard=True, num_microbatches=2))
     assert got == pytest.approx((1 + sums / 3) * 4 * (layer + max(first, last)) / 2, rel=1e-12)
+
+
+def test_every_layer_of_a_rank_gathers_its_parameters():
+    """Two stages of a layer, and an end of the model: 3 messages of 100 s from the other, beside the one that sums
+    gradients and the one that sends them back."""
+    cost = cost_model(link={"all_reduce.call": 100.0})
+    plan = mg.Plan(pp=2, dp=2, stages_per_rank=2, num_microbatches=2, schedule="interleaved", shard=True)
+    terms = cost.explain(replace(CONFIG, layers=4), plan)
+    assert terms["parameter gathers"] == 3 * 100 and sum(terms.values()) == (3 + 1 + 1) * 100
+
+
+def test_the_slowest_replica_has_what_a_batch_leaves():
+    """7 sequences in two micro-batches: two each of a replica that takes 1 s for one, and of one that takes 1.4 s, as
+    three of the first would take longer; the second has a micro-batch of one."""
+    cost = replace(cost_model({"forward": {"attention.score": 1 / 98}}), slowness=(1.0, 1.4))
+    work = cost.rank_work(CONFIG, mg.Plan(dp=2, num_microbatches=2), replace(WORKLOAD, batch_sequences=7))
+    assert cost.best_shares(work, [2], 9) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +379,11 @@ def test_zero_bubble_keeps_the_gradients_that_torch_keeps():
     in_one = replace(plan, schedule="interleaved")
     more = [a - b for a, b in zip(*(cost_model().memory_bytes(four, p) for p in (plan, in_one)), strict=True)]
     assert more == [late[0], pytest.approx(2 * late[1], rel=0.05)]
+    # a stage a rank: the first of all makes its gradients at once, and holds what it sends and receives until the end
+    one = replace(plan, stages_per_rank=1)
+    first, layer, _ = parameters(CONFIG)
+    expected = 4 * 4 * (first + layer) + 2 * 2 * (m * 7 * 4 * 4) + 4 * 7 * 16 + 4 * 5 * 3 * 4
+    assert cost_model().memory_bytes(CONFIG, one)[0] == pytest.approx(expected, rel=1e-12)
 
 
 def test_products_are_those_that_torch_counts():

@@ -115,6 +115,8 @@ def test_ranks_of_unequal_speed(cost):
     assert found.slowness == pytest.approx((0.5**0.5, 2**0.5))
     benched = [row for row in synthetic.rows() if row["kind"] == "attention"]  # of no rank
     assert mg.planner.fit([*rows, *benched]).slowness == pytest.approx(found.slowness)
+    odd = rows[0] | {"seconds": 100 * rows[0]["seconds"]}
+    assert mg.planner.fit([odd, *rows[1:]]).slowness == pytest.approx(found.slowness)
     assert found.held_out["time_mape"] < 1e-6
     found, alike = replace(found, links=free, stall_seconds=0.0), replace(cost, links=free, stall_seconds=0.0)
     workload = mg.planner.Workload(**synthetic.WORKLOAD)
@@ -156,6 +158,32 @@ def test_a_process_takes_more_than_its_tensors(cost):
     for plan in (mg.Plan(cp=2), mg.Plan(pp=4, num_microbatches=8, schedule="interleaved", stages_per_rank=2)):
         expected = 1.3 * np.array(cost.memory_bytes(CONFIG, plan))
         assert larger.memory_bytes(CONFIG, plan) == pytest.approx(expected, rel=1e-6)
+    fewer = [row | {"process_bytes": row["process_bytes"] / 2} for row in grown]
+    assert mg.planner.fit([*synthetic.rows(), *fewer]).memory["process.byte"] == 1.0
+
+
+def test_a_workspace_that_is_small_beside_its_peak_does_not_matter():
+    """One of a tenth of what it should be, where the peak is largest, leaves the peaks of others as they are."""
+    rows = [row for row in synthetic.rows() if row["kind"] == "memory"]
+    odd = max(rows, key=lambda row: row["peak_bytes"])
+    workspace = 16 * odd["sequences"] * odd["rows"] * odd["dim"] + 1e6
+    odd["peak_bytes"] -= 0.9 * workspace
+    assert workspace < 0.11 * odd["peak_bytes"]
+    found = mg.planner.fit(rows).memory
+    assert all(predict_peak(found, row) == pytest.approx(row["peak_bytes"], rel=0.01) for row in rows if row is not odd)
+
+
+def test_a_link_takes_its_burst_at_once(cost):
+    """What a message is longer than that takes time."""
+    call, byte, burst = 5e-5, 1e-9, 65536
+    rows = [
+        row | {"seconds": call + byte * max(0, row["bytes"] - burst)}
+        for row in ({"kind": "transfer", "link": "node", "bytes": 2.0**i, "device": "paper"} for i in range(10, 24))
+    ]
+    others = [row for row in synthetic.rows() if row["kind"] != "transfer"]
+    found = mg.planner.fit([*others, *rows]).links["node"]
+    assert [found[f"transfer.{part}"] for part in ("call", "byte", "burst")] == pytest.approx([call, byte, burst])
+    assert "transfer.burst" not in cost.links["node"]
 
 
 def test_what_was_not_measured_is_said(cost):
@@ -250,6 +278,7 @@ def test_a_step_takes_what_its_launches_take_or_what_its_device_does():
     cost = mg.planner.fit(rows)
     assert time_errors(cost.seconds, unseen)["time_mape"] < 0.01  # the queue fills and runs empty at the ends
     summed = mg.planner.fit([row | {"device_type": "cpu"} for row in rows])
+    assert cost.memory["batches"] == 2 and "batches" not in summed.memory  # the next one is copied there meanwhile
     assert time_errors(summed.seconds, unseen)["time_mape"] > 0.05
     for way, launch in HOST.items():
         found = cost.seconds[way]
