@@ -271,6 +271,15 @@ def test_load_graph_refuses(dataset, error, message):
         load_graph(dataset, None)
 
 
+@pytest.mark.parametrize("name", ["synthetic", "cora"])
+def test_a_store_that_is_called_like_a_data_set_is_neither(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_store(synthetic_graph(num_nodes=30), tmp_path / name)
+    with pytest.raises(ValueError, match=f"expected a data set or a store, got {name}, which is both"):
+        load_graph(name, None)
+    assert load_graph(f"./{name}", None).num_nodes == 30
+
+
 def test_load_graph_names_the_keys_an_npz_lacks(tmp_path):
     np.savez(tmp_path / "bad.npz", labels=np.zeros(3))
     with pytest.raises(ValueError, match=r"expected .*bad\.npz to hold adj_data, .* labels; .* named 'adj_data"):

@@ -60,3 +60,13 @@ def test_long_sequences_are_looked_at_in_part(monkeypatch):
 def test_buckets_start_at_their_distance(graph):
     unit, start = bias_start(prepare(graph, BatchOptions(bias="bucket", max_distance=3)))
     assert unit == () and np.array(start).tolist() == 2 * [0, -1, -2, -3, -4] + [0, 0]
+
+
+def test_buckets_of_full_batches_start_at_their_distance(graph):
+    """8 classes of 1 and 2 hops and of what is listed; 4 super nodes weigh e^-d together, the own one and the token
+    as one at no distance."""
+    changes = dict(batching="full", bias="bucket", hops=2, top=2, super_nodes=4, max_distance=3)
+    unit, start = bias_start(prepare(graph, BatchOptions(**changes)))
+    assert unit == () and start[:25] == (0.0, *8 * [-1.0], *8 * [-2.0], *8 * [-3.0])
+    weights = [0.25 * np.exp(-distance) for distance in (0, 1, 2, 3, 4, 0, 0)]
+    np.testing.assert_allclose(np.exp(start[25:]), weights, rtol=1e-3)

@@ -94,6 +94,10 @@ def test_what_was_replaced_of_a_stored_graph_is_sent_and_checked(stored):
         assert pickle.loads(pickle.dumps(again)).in_features == changed.in_features
     with pytest.raises(ValueError, match="at most once in the parts of the split, got node 7 again, in train and val"):
         replace(stored, split=Split(np.arange(8), np.arange(7, 9), np.arange(9, 300)))
+    with pytest.raises(ValueError, match=r"expected labels in 0\.\.5, or -1 for unlabelled, got 6\.\.6"):
+        replace(stored, labels=np.full(300, stored.num_classes))
+    with pytest.raises(ValueError, match=r"expected labels in 0\.\.2, or -1 for unlabelled, got 0\.\.5"):
+        replace(stored, num_classes=3)
 
 
 def test_sparse_and_fp16_tensors_stay_as_they_are():

@@ -249,6 +249,12 @@ def test_names_of_columns_in_parquet_may_be_those_of_nodes(tmp_path):
     assert read_tables(Tables(edges=tmp_path / "edges.parquet")).num_edges == 4
 
 
+def test_a_column_may_be_called_as_its_class(tmp_path):
+    labels = "id,fraud\n007,fraud\n7,fine\n"
+    graph = read_tables(write(tmp_path, nodes_csv=BARE, edges_csv=EDGES, labels_csv=labels))
+    assert graph.names.classes == ("fine", "fraud") and graph.labels.tolist() == [1, 0, -1, -1]
+
+
 BAD = {
     "edges without a line of names": (
         dict(edges_csv=EDGES.partition("\n")[2]),

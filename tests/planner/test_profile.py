@@ -141,6 +141,22 @@ def test_a_profile_that_is_old_or_predicts_nothing_is_measured_again(tmp_path, m
     assert profile(CONFIG, WORKLOAD, **arguments) != rows
 
 
+def test_what_is_kept_only_is_not_measured(tmp_path, monkeypatch):
+    def never(*given):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(module, "_measure", never)
+    assert profile(CONFIG, WORKLOAD, device=torch.device("cpu"), cache=tmp_path, kept_only=True) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_say_how_many_ranks_a_node_has(monkeypatch):
+    monkeypatch.setattr(module, "ranks_of_nodes", lambda: [[0, 1], [2, 3]])
+    monkeypatch.setattr(module, "_measure", lambda *given: synthetic.rows())
+    rows = profile(CONFIG, WORKLOAD, device=torch.device("cpu"))
+    assert mg.planner.fit(rows).origin["ranks_per_node"] == "2"
+
+
 # in the smallest sizes weights are most of the peak, the more with those of a convolution
 @pytest.mark.parametrize(("convolution", "tolerance"), [(False, 0.05), (True, 0.1)])
 def test_profile_of_listed_pairs(convolution, tolerance):
