@@ -19,6 +19,7 @@ from torch_geometric.data import Data
 import megagraph as mg
 from megagraph.ablation import evaluate
 from megagraph.data.batch import Share
+from megagraph.data.coarsen import normalized_adjacency
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.full import PIECES, row_costs
 from megagraph.data.graph import Graph
@@ -70,7 +71,9 @@ def the_batch(builder):
 @settings(max_examples=40)
 @given(graph=random_graphs(), hops=st.integers(1, 3), top=st.sampled_from([0, 2]))
 def test_pairs_and_buckets_are_those_of_their_definition(graph, hops, top):
-    order, batch = the_batch(prepare(graph, options(hops=hops, top=top)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megagraph.data.pairs._CHUNK", 7)  # of entries at a time
+        order, batch = the_batch(prepare(graph, options(hops=hops, top=top)))
     index = dense_index(batch.structure)
     adjacency = dense_normalized(graph.adjacency)
     apart = dense_hops(graph.adjacency.toarray(), hops)
@@ -205,6 +208,7 @@ def test_a_rank_has_its_rows_of_a_partition(graph):
         np.testing.assert_array_equal(np.concatenate([dense_rows(part.structure) for part in parts]), index[:n])
         assert np.concatenate([part.target_nodes[0] for part in parts]).tolist() == item[0].tolist()
         slots = builder.slots(item)
+        assert (np.diff(slots) > 0).all()
         wanted = []
         for part in parts:
             block = part.layout.block()
@@ -288,7 +292,18 @@ def test_neighbours_in_a_partition_are_those_of_its_own_graph(graph):
         nodes = batch.target_nodes[0].numpy()
         own = dense_normalized(graph.adjacency[nodes][:, nodes])
         np.testing.assert_allclose(dense_neighbours(batch.neighbours), own, rtol=1e-6)
-    assert builder.num_bytes(1, Share()) > prepare(graph, options(partitions=3)).num_bytes(1, Share())
+
+
+@pytest.mark.parametrize("share", [Share(), Share(cp_rank=1, cp=3)], ids=["whole", "rank"])
+def test_bytes_are_those_of_what_is_built(graph, share):
+    """Lists of pairs, columns twice until they are joined; of neighbours all but where rows and columns start."""
+    builder, plain = (prepare(graph, options(top=4, convolution=c), cluster_size=16) for c in (True, False))
+    batch = builder.build(builder.order[None], np.ones(240, bool), np.random.default_rng(0), share)
+    data, more = batch.structure, batch.neighbours
+    lists = sum(x.nbytes for x in data.tensors) - 2 * 8  # starts without the last one
+    assert builder.structure.num_bytes(1, batch.layout) == lists + data.relation.columns.nbytes
+    of_entries = [more.weights, *(x for name, x in more.relation.lists.items() if not name.endswith("starts"))]
+    assert builder.num_bytes(1, share) - plain.num_bytes(1, share) == sum(x.nbytes for x in of_entries)
 
 
 @pytest.mark.parametrize("model", ["hierarchical", "graphormer"])
@@ -491,7 +506,9 @@ def test_patience_ends_a_run(tmp_path, graph):
 @pytest.mark.parametrize("several", [False, True])
 def test_a_label_that_is_input_does_not_count(graph, several):
     if several:
-        graph = replace(graph, labels=np.stack([graph.labels == c for c in range(3)], axis=1).astype(np.int8))
+        labels = np.stack([graph.labels == c for c in range(3)], axis=1).astype(np.int8)
+        labels[::3] = np.where(labels[::3] == 1, 1, -1)  # of some nodes the others are not known
+        graph = replace(graph, labels=labels)
     known = np.random.default_rng(1).random(240) < 0.6
     builder = prepare(graph, options(label_input=0.3), known=np.flatnonzero(known))
     (item,), wanted = builder.plan(np.arange(3), 32, None), np.zeros((240, 3), np.float32)
@@ -652,8 +669,14 @@ def test_the_rows_that_ranks_name(graph, world_size):
     assert builder.halo(world_size) == wanted and max(wanted) > 0
 
 
-def test_pairs_are_counted_before_they_are_made(graph):
+def test_pairs_are_counted_before_they_are_made(monkeypatch):
     """Two hops from a hub are all nodes: the estimate is a lower bound, and it is enough."""
+
+    class Counted(sp.csr_array):
+        def __matmul__(self, other):
+            raise AssertionError("made")
+
+    monkeypatch.setattr("megagraph.data.pairs.normalized_adjacency", lambda x: Counted(normalized_adjacency(x)))
     star = replace(synthetic_graph(num_nodes=600, average_degree=60.0), split=None)
     with pytest.raises(ValueError, match=r"or more with --hops 2"):
         prepare(star, options(hops=2, top=0, max_pairs=38_000))
