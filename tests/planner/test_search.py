@@ -55,6 +55,15 @@ def everything(cost, world_size, mappings=("pp",)):
             yield cost.step_seconds(CONFIG, plan), max(cost.memory_bytes(CONFIG, plan)), plan
 
 
+@pytest.mark.parametrize("sequences", [64, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_search_looks_at_all_that_a_plan_may_be(cost, world_size, sequences):
+    given, mappings = replace(cost.workload, batch_sequences=sequences), ("pp", "dp")
+    found = list(shapes(CONFIG, world_size, given, {}, mappings))
+    possible = {x for x in found if x.num_stages <= CONFIG.layers and x.dp * x.num_microbatches <= sequences}
+    assert possible == set(every_shape(world_size, sequences, mappings)) and len(set(found)) == len(found)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_best_plan_is_the_best_of_all(cost, world_size):
     plans = list(everything(cost, world_size))
