@@ -57,16 +57,32 @@ def test_the_rank_whose_disk_is_full_names_its_error(own, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("error", "cause"),
+    ("error", "launcher", "cause"),
     [
-        (dist.DistBackendError("gone"), "the machine of rank 0, which has the store, does not answer"),
-        (ValueError("own"), "rank 1 in the beginning: ValueError: own"),
+        (dist.DistBackendError("gone"), "here", "the machine of rank 0, which has the store, does not answer"),
+        (ValueError("own"), "here", "rank 1 in the beginning: ValueError: own"),
+        (dist.DistBackendError("gone"), "gone", "rank 1 in the beginning: DistBackendError: gone"),
     ],
 )
-def test_without_the_store_only_an_own_error_is_a_first_cause(error, cause, capsys):
+def test_without_the_store_only_an_own_error_is_a_first_cause(error, launcher, cause, capsys):
+    """Or where the launcher is gone, too, which says nothing of the machine of rank 0."""
     lost = Mock(**{f"{name}.side_effect": dist.DistNetworkError("reset") for name in ("set", "check", "compare_set")})
-    Watch(lost, 1, 2, 30.0).report(error)
+    watch = Watch(lost, 1, 2, 30.0)
+    if launcher == "gone":
+        watch._launcher = -1
+    watch.report(error)
     assert capsys.readouterr().err == f"megagraph: rank 1 leaves, first cause: {cause}\n"
+
+
+def exit_code(target, *arguments):
+    """Of a process; ``None`` for one that does not end."""
+    process = CONTEXT.Process(target=target, args=arguments)
+    process.start()
+    process.join(30)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    return code
 
 
 def cut_off(output):
@@ -77,14 +93,20 @@ def cut_off(output):
 
 
 def test_a_rank_that_is_cut_off_ends(tmp_path):
-    process = CONTEXT.Process(target=cut_off, args=(tmp_path / "stderr",))
-    process.start()
-    process.join(30)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    assert code == 1
+    assert exit_code(cut_off, tmp_path / "stderr") == 1
     assert "rank 1 leaves, first cause: the store does not answer" in (tmp_path / "stderr").read_text()
+
+
+def slow():
+    """The store takes its time, but less than it may take, while the rank runs on for longer than that."""
+    failure.GRACE_SECONDS = failure.ANSWER_SECONDS = 0.0
+    watch = Watch(Mock(check=lambda _: time.sleep(0.6)), 1, 2, 1.4)
+    time.sleep(2.2)
+    watch.close()
+
+
+def test_a_rank_whose_store_is_slow_goes_on():
+    assert exit_code(slow) == 0
 
 
 def test_an_error_of_a_peer_is_told_from_an_own_one():
