@@ -46,6 +46,10 @@ def losses(folder) -> list[float]:
     return [line["loss"] for line in lines if "step" in line]
 
 
+def rates(folder) -> list[float]:
+    return [line["learning_rate"] for line in Run.open(folder).metrics() if "step" in line]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -147,16 +151,22 @@ def test_takes_a_pyg_data_object_and_its_split(tmp_path, graph):
     assert mg.Trainer(config(tmp_path, split="public")).fit(data).steps == 3 * -(-100 // 16)
 
 
-def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, caplog):
+@pytest.mark.parametrize("most", [None, 8], ids=["epochs", "more steps than there are"])
+def test_a_batch_without_training_nodes_adds_no_step(tmp_path, graph, caplog, most):
     caplog.set_level("INFO", "megagraph")
     given = replace(graph, split=Split(np.array([7]), np.arange(100, 200), np.arange(200, 300)))
-    options = dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, split="public")
+    options = dict(batching="cluster", sequence_nodes=128, super_nodes=8, batch_size=1, split="public", max_steps=most)
     summary = mg.Trainer(config(tmp_path, **options)).fit(given)
     assert summary.steps == summary.epochs == 3  # of three sequences an epoch
     assert dry_run(config(tmp_path, **options), given)["steps"] == 3
-    rates = [line["learning_rate"] for line in Run.open(tmp_path / "run").metrics() if "step" in line]
-    assert rates[-1] < 0.4 * 1e-2  # it falls to 0 nevertheless
+    assert rates(tmp_path / "run")[-1] < 0.4 * 1e-2  # it falls to 0 nevertheless
     assert "clusters, edge cut " in caplog.text
+
+
+def test_the_rate_falls_to_0_by_the_last_step_that_may_be_taken(tmp_path, graph):
+    mg.Trainer(config(tmp_path, max_steps=6, warmup=0.0)).fit(graph)
+    first, *_, last = rates(tmp_path / "run")
+    assert last < 0.2 * first
 
 
 def test_flags_that_nothing_reads_are_named(tmp_path, graph, caplog):
