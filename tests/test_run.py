@@ -240,6 +240,34 @@ def finished_runs(tmp_path_factory):
     return folder
 
 
+def test_a_run_that_begins_anew_starts_from_its_weights_again(tmp_path, finished_runs):
+    """Or not at all."""
+    weights, out = tmp_path / "weights", tmp_path / "run"
+    shutil.copy(finished_runs / "0/model.safetensors", weights)
+    trainer = auto(out, weights=weights, learning_rate=0.0, max_steps=1)
+
+    def begin_anew():
+        for tensors in out.glob("checkpoints/*/*.distcp"):
+            tensors.write_bytes(b"")
+        (out / "summary.json").unlink()
+        return trainer.fit(graph())
+
+    trainer.fit(graph())
+    begin_anew()
+    want, got = (Run.open(run).weights() for run in (finished_runs / "0", out))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint to go on from"):
+        begin_anew()
+
+
+def test_a_finished_run_that_goes_on_has_no_result_meanwhile(tmp_path, finished_runs):
+    shutil.copytree(finished_runs / "0", tmp_path / "run")
+    run, state = Run.enter(config(tmp_path / "run", epochs=2, resume=AUTO))
+    with run.kept():
+        assert state == run.state == "started"
+
+
 DAMAGES = {
     "a bit of the weights": lambda run, other: flip(run / "model.safetensors", -2),
     "weights cut": lambda run, other: (run / "model.safetensors").write_bytes(b"1234"),
