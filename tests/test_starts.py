@@ -124,10 +124,22 @@ def test_under_torchrun_a_folder_without_a_name_is_that_of_the_launch(tmp_path, 
 def test_a_restart_is_known_by_any_of_its_nodes(tmp_path):
     """Another may have become rank 0 since, and each has its own torchrun, and counts its restarts alone."""
     out = mg.TrainConfig(out=tmp_path / "run")
-    with Run.enter(out, ["first", "second"])[0].kept():
-        assert restarted(out, ["second", "new"]) == tmp_path / "run"
-        assert restarted(out, ["new", None]) is None
-        assert restarted(replace(out, resume="auto"), ["second"]) is None
+
+    def start(*launches, **changes):
+        run, _ = Run.enter(replace(out, **changes), launches)
+        run._lock.release()
+        return run
+
+    start("first", "second")
+    assert restarted(out, ["second", "new"]) == tmp_path / "run"
+    assert restarted(out, ["new", None]) is None
+    assert restarted(replace(out, resume="auto"), ["second"]) is None
+    run = start("third")  # nothing has been trained yet
+    assert restarted(out, ["third"]) == tmp_path / "run"
+    run.write_config(out)
+    run.log(step=0)
+    start("fourth", resume="auto")
+    assert restarted(out, ["fourth"]) == tmp_path / "run" and restarted(out, ["third"]) is None
 
 
 @pytest.fixture(scope="module")
