@@ -128,14 +128,15 @@ def checkpoint_cases(world_size: int, folder: str) -> dict[str, Callable]:
     }
     if world_size == 2:
         cases["not shared"] = partial(not_shared, Path(folder) / "own")
+        cases["another save"] = partial(not_shared, Path(folder) / "older", save="an older one")
     return cases | ({"resume same plan": partial(same_plan, Path(folder) / "same")} if world_size == 4 else {})
 
 
-def not_shared(folder: Path) -> str:
-    """Each rank has a disk of its own, and there a copy of the run."""
+def not_shared(folder: Path, **begun: str) -> str:
+    """Each rank has a disk of its own, and there a copy of the run, in which a save has begun."""
     own = folder / str(rank())
     (own / "step-000001").mkdir(parents=True)
-    files.write_json(own / "step-000001" / "begun.json", {"run": ""})
+    files.write_json(own / "step-000001" / "begun.json", {"run": ""} | begun)
     checkpoints = Checkpoints(own)
     checkpoints.save(1, small_state(), {})
     return message_of(checkpoints.wait)

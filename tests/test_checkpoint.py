@@ -338,9 +338,10 @@ def test_a_run_goes_on_under_another_plan(tmp_path, world_size, embedding):
     assert_same_results(result[f"resume {embedding}"], expected)
 
 
-def test_ranks_that_do_not_share_the_folder_are_told_before_they_write():
+@pytest.mark.parametrize("case", ["not shared", "another save"])
+def test_ranks_that_do_not_share_the_folder_are_told_before_they_write(case):
     for result in ranks.results(2):
-        assert re.match(r"FileNotFoundError: rank 1: .*step-000001, made by rank 0, is not there", result["not shared"])
+        assert re.match(r"FileNotFoundError: rank 1: .*step-000001, made by rank 0, is not there", result[case])
 
 
 def test_no_checkpoint_without_a_file_of_another_rank(tmp_path, monkeypatch):
