@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import get_args
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -104,18 +104,26 @@ def test_a_halo_has_just_what_pairs_name():
 
 
 def test_copies_wait_for_who_had_the_memory_of_rows_that_arrive():
-    """It is given away when its last use is queued, which a stream that does not wait for the queue would overwrite."""
+    """It is given away when its last use is queued, which a stream that does not wait for the queue would overwrite.
+
+    The host sends what has been copied, and who asked for rows goes on when they have been copied, too.
+    """
     mesh, events = Mock(), []
     mesh.get_local_rank.return_value, mesh.size.return_value = 0, 1
     exchange = StagedExchange(mesh, torch.device("cpu"))
-    exchange._send = lambda to, of: lambda: None
+    exchange._send = lambda to, of: events.append("send") or (lambda: events.append("arrived"))
     exchange.copies = Mock(wait_stream=lambda stream: events.append("wait"))
+    exchange.streams = MagicMock()
+    exchange.streams.Event.return_value.synchronize = lambda: events.append("synchronize")
+    exchange.streams.current_stream.return_value.wait_stream = lambda stream: events.append(stream)
 
     class Noted(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **kwargs or {})
             if "empty" in str(function):
                 events.append(result.data_ptr())
+            elif "copy_" in str(function):
+                events.append("copy")
             return result
 
     rows = torch.randn(3, 2)
@@ -124,6 +132,9 @@ def test_copies_wait_for_who_had_the_memory_of_rows_that_arrive():
         (received,) = arriving()
     assert torch.equal(received, rows)
     assert events.index(received.data_ptr()) < events.index("wait")
+    own = "copy"  # of what a rank has itself
+    told = [event for event in events if not isinstance(event, int)]
+    assert told == ["wait", "copy", "synchronize", own, "send", "arrived", "copy", exchange.copies]
 
 
 def test_data_are_put_in_order_once_and_anew_after_a_change():
