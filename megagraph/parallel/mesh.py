@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -243,16 +244,20 @@ def check_same_run(config: TrainConfig) -> None:
     check_equal("the configuration", config.shared_fields())
 
 
-def checksums(arrays: Any) -> dict[str, int]:
-    """CRC-32 of every array of a dataclass; work that takes a while, and for one process is not needed."""
+def checksums(arrays: Any, leave: Collection[str] = ()) -> dict[str, int]:
+    """CRC-32 of every array of a dataclass, sparse ones, too, but for the fields to ``leave``; work that takes a while,
+    and for one process is not needed."""
     if world_size() == 1:
         return {}
-    values = {field.name: getattr(arrays, field.name) for field in fields(arrays)}
-    return {
-        name: zlib.crc32(np.ascontiguousarray(value).data)
-        for name, value in values.items()
-        if isinstance(value, np.ndarray)
-    }
+    values = {field.name: getattr(arrays, field.name) for field in fields(arrays) if field.name not in leave}
+    return {name: _crc(value) for name, value in values.items() if isinstance(value, np.ndarray | sp.csr_array)}
+
+
+def _crc(array: np.ndarray | sp.csr_array) -> int:
+    value = 0
+    for part in (array.data, array.indices, array.indptr) if isinstance(array, sp.csr_array) else (array,):
+        value = zlib.crc32(np.ascontiguousarray(part).data, value)
+    return value
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

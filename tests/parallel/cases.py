@@ -14,6 +14,7 @@ from typing import Any, Literal
 from unittest.mock import Mock, patch
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,7 @@ from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
 from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
-from megagraph.evaluate import class_probabilities, make_loader, make_model
+from megagraph.evaluate import class_probabilities, make_loader, make_model, same_graph
 from megagraph.objective import loss_sum, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, check_same_run, make_mesh, on_every_rank, on_rank_zero
@@ -350,6 +351,11 @@ def profile_of_uneven_nodes() -> None:
         profile(config, workload, device=torch.device("cpu"), budget_seconds=1.0)
 
 
+def with_sparse_features(scale: float) -> None:
+    graph = graph_of("ego")
+    same_graph(replace(graph, features=sp.csr_array(scale * graph.features)), mg.TrainConfig())
+
+
 def with_other_sources(digest: int) -> None:
     with patch("megagraph.parallel.mesh.provenance", lambda on: {"tree": digest, "torch": ""}):
         check_same_run(mg.TrainConfig())
@@ -416,6 +422,7 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
             "other fields": lambda: message_of(
                 lambda: check_equal("the graph", {"features": 2} | ({} if rank == 0 else {"labels": 1}))
             ),
+            "sparse features": lambda: message_of(partial(with_sparse_features, 1.0 + min(rank, 1))),
             "other program": lambda: message_of(partial(with_other_sources, min(rank, 1))),
             "uneven nodes": lambda: message_of(profile_of_uneven_nodes) if world_size == 3 else "",
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),

@@ -49,6 +49,14 @@ def test_all_ranks_agree(case, expected):
     assert [result[case] for result in ranks.results(3)] == [expected] * 3
 
 
+def test_sparse_features_that_differ_are_told():
+    for result in ranks.results(3):
+        assert re.fullmatch(
+            r"ValueError: the graph must be the same on every rank, but features is \d+ on rank 0 and \d+ on rank 1",
+            result["sparse features"],
+        ), result["sparse features"]
+
+
 def test_what_fails_nowhere_returns():
     assert [result["fails nowhere"] for result in ranks.results(3)] == [f"done on rank {rank}" for rank in range(3)]
 
