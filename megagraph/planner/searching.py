@@ -125,9 +125,8 @@ def search(
     heads; and, over nodes or ranks that differ, with stages or replicas ``across``. In the order of a closed form that
     no split of theirs is faster than, until that is above the best of them, their splits are found and run on paper:
     the one of least GPipe time, then every split where these are few (``FEW_SPLITS``), else those that move a layer
-    and make it faster.
-    Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked at where ``fixed``
-    asks for it.
+    and make it faster. Of equal times the one of less memory wins, then the one of fewer stages. Zero-bubble is looked
+    at where ``fixed`` asks for it.
 
     Args:
         cost: of the machine.
@@ -316,9 +315,10 @@ class _Search:
             bound = max(bound, self.cost.step_bound(work, tables, free))
         found = [] if fastest is None else [self._candidate(work, fastest, memory, bound)]
         if lightest != fastest:
-            if not self.cost.knows_ranks(plan):
+            alone = fastest is None  # others may fit that give the stages of a rank unequal parts of its room
+            if not alone and not self.cost.knows_ranks(plan):
                 bound = max(bound, tables.busiest(lightest, plan))
-            found.append(self._candidate(work, lightest, memory, bound, lightest=True))
+            found.append(self._candidate(work, lightest, memory, bound, lightest=not alone))
         if found[0].pruned is None and not plan.shares and self.cost.unequal(plan):
             found.append(self._uneven(found[0]))
         self._found += found
@@ -433,8 +433,9 @@ def _why_nothing_fits(
         plan = lightest.plan
         return (
             f"no plan of {world_size} processes fits {in_words(limits.min())} with {HEADROOM:.0%} headroom: the "
-            f"lightest, {plan}, needs {in_words(lightest.peak_bytes)} on stage {lightest.tightest}; start more "
-            f"processes, lower the batch size ({given.batch_sequences} sequences), or raise the limit"
+            f"lightest, {plan}, needs {in_words(lightest.peak_bytes)} on its heaviest rank, and has no room on rank "
+            f"{lightest.tightest}; start more processes, lower the batch size ({given.batch_sequences} sequences), or "
+            "raise the limit"
         )
     reasons = {
         "batch": f"dp * num_microbatches must be at most the batch of {given.batch_sequences} sequences",
