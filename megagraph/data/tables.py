@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megagraph import files
+from megagraph.data.columns import MISSING, features_of, first_row, import_polars, read_table
 from megagraph.data.graph import PARTS, Graph, Split, check_unweighted
-from megagraph.data.names import Column, Ids, Names
+from megagraph.data.names import Ids, Names
 from megagraph.data.options import Tables
 from megagraph.flags import listed
 from megagraph.progress import log
@@ -22,8 +23,6 @@ from megagraph.progress import log
 if TYPE_CHECKING:
     import polars as pl
 
-MAX_CATEGORIES = 100  # words of a column; one of more is a text, or another id
-_MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"]
 _FLAGS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1, "nan": -1}  # of one of several labels
 _LABEL = "label:"
 _SPLIT_NAMES = {part: part for part in PARTS} | {"training": "train", "valid": "val", "validation": "val"}
@@ -42,7 +41,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
         ImportError: polars is not installed.
         FileNotFoundError, ValueError: a file is not there, or not as said; names it, the column and the row.
     """
-    polars = _polars()
+    polars = import_polars()
     if tables.edges is None:
         raise ValueError("expected a data set, or a file of edges (--edges) beside --nodes, got neither")
     ends = _ends(tables.edges)
@@ -61,7 +60,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
     rest = rest.drop([*label, *([] if split is None else [split])])
     known = None if like is None or like.names is None else like.names.columns
     log.info(f"{len(ids):,} nodes and {edge_index.shape[1]:,} edges read; making a graph of them")
-    features, columns = _features(rest, len(ids), known, tables.nodes)
+    features, columns = features_of(rest, len(ids), known, tables.nodes)
     graph = Graph.from_arrays(tables.edges.name.split(".")[0], features, edge_index, labels, parts)
     names = Names(ids=Ids.of(ids.to_list()), classes=class_names, columns=columns)
     return replace(graph, names=names, num_classes=len(class_names))
@@ -69,7 +68,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
 
 def write_tables(graph: Graph, folder: Path) -> tuple[Path, Path]:
     """nodes.csv with ids, labels, split and features, and edges.csv, each edge once."""
-    polars = _polars()
+    polars = import_polars()
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(
             f"expected a folder, or nothing, at {folder} to write tables in, got a file; name another"
@@ -107,40 +106,9 @@ def write_tables(graph: Graph, folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def _polars() -> Any:
-    try:
-        import polars
-    except ImportError as error:
-        raise ImportError("tables are read by the polars package: pip install 'megagraph[train]'") from error
-    return polars
-
-
-def _read(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
-    """A file, these columns as words, by place or name."""
-    polars = _polars()
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"expected a CSV or Parquet file, got {path}, which does not exist or is no file{files.meant(path)}"
-        )
-    log.info(f"reading {path}")
-    kind = [suffix for suffix in path.suffixes if suffix != ".gz"][-1:]
-    try:
-        if kind == [".parquet"]:
-            table = polars.read_parquet(path)
-            named = [table.columns[name] if isinstance(name, int) else name for name in words]
-            return table.with_columns(polars.col(name).cast(polars.String) for name in named if name in table.columns)
-        given: dict[str, Any] = {"separator": "\t" if kind == [".tsv"] else ",", "null_values": _MISSING}
-        columns = polars.read_csv(path, n_rows=0, **given).columns
-        named = [columns[name] if isinstance(name, int) else name for name in words]
-        as_words = {name: polars.String for name in named if name in columns}
-        return polars.read_csv(path, infer_schema_length=None, schema_overrides=as_words, **given)
-    except (polars.exceptions.PolarsError, IndexError, UnicodeDecodeError) as error:
-        raise ValueError(f"expected a table with a line of names, got {path}: {error}") from error
-
-
 def _ends(path: Path) -> list[pl.Series]:
     """The ids of both ends of every edge."""
-    table = _read(path, words=(0, 1))
+    table = read_table(path, words=(0, 1))
     for name in table.columns[2:]:
         column = table[name]
         if column.dtype.is_numeric():
@@ -155,7 +123,7 @@ def _ends(path: Path) -> list[pl.Series]:
         if (missing := end.null_count()) > 0:
             raise ValueError(
                 f"expected both ends of every edge in {path}, got {missing:,} without {end.name}, the first in row "
-                f"{_first(end.is_null())}"
+                f"{first_row(end.is_null())}"
             )
     return ends
 
@@ -171,18 +139,18 @@ def _check_first_line(path: Path, columns: Sequence[pl.Series], known: Sequence[
 
 def _nodes(path: Path, id_name: str | None, drop: Sequence[str]) -> tuple[pl.Series, pl.DataFrame]:
     """Ids, and the other columns."""
-    table = _read(path, words=(id_name or 0,))
+    table = read_table(path, words=(id_name or 0,))
     for name in (*([id_name] if id_name else []), *drop):
         _check_named(table, name, path)
     ids = table[id_name or table.columns[0]]
     if (missing := ids.null_count()) > 0:
-        first = _first(ids.is_null())
+        first = first_row(ids.is_null())
         raise ValueError(f"expected an id in every row of {path}, got {missing:,} without, the first in row {first}")
     if ids.n_unique() < len(ids):
         twice = ids.is_duplicated()
         raise ValueError(
             f"expected every id once in column {ids.name} of {path}, got {ids.filter(twice)[0]!r} again, first in row "
-            f"{_first(twice)}; name another column with --id, or take rows away"
+            f"{first_row(twice)}; name another column with --id, or take rows away"
         )
     return ids, table.drop([ids.name, *(name for name in drop if name != ids.name)])
 
@@ -191,7 +159,7 @@ def _rows(ids: pl.Series, row_of: Any, path: Path) -> np.ndarray:
     """The rows of nodes with these ids, int64."""
     found = ids.cast(row_of, strict=False)
     if (unknown := found.null_count()) > 0:
-        at = _first(found.is_null())
+        at = first_row(found.is_null())
         raise ValueError(
             f"expected ids of nodes in {path}, got {unknown:,} that no node has, the first {ids[at - 2]!r} in row "
             f"{at}; add these nodes, or take the rows away"
@@ -276,7 +244,7 @@ def _labels(
 
 def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
     """The rows of nodes, and their classes, from a file of ids and classes."""
-    table = _read(path, words=(0, 1))
+    table = read_table(path, words=(0, 1))
     if table.width != 2:
         raise ValueError(f"expected two columns in {path}, ids and classes, got {listed(table.columns)}")
     who, what = table[:, 0], _words(table[:, 1])
@@ -287,7 +255,7 @@ def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
         (what.is_null() & who.is_duplicated(), "a row without one"),
     ):
         if wrong.any():
-            at = _first(wrong)
+            at = first_row(wrong)
             raise ValueError(
                 f"expected one class a node in {path}, or several, each in a row of its own, got {got} for "
                 f"{who[at - 2]!r}, first in row {at}; take rows away"
@@ -297,8 +265,8 @@ def _pairs(path: Path, row_of: Any) -> tuple[np.ndarray, pl.Series]:
 
 def _words(given: pl.Series) -> pl.Series:
     """Labels as words, none where a Parquet file has NaN or a word for nothing; of CSV polars knows these."""
-    words = given.cast(_polars().String)
-    return words.set(words.is_in(_MISSING), None)
+    words = given.cast(import_polars().String)
+    return words.set(words.is_in(MISSING), None)
 
 
 def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[str, ...]:
@@ -322,7 +290,7 @@ def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[
 
 def _flags(columns: pl.DataFrame, known: tuple[str, ...], where: str) -> tuple[np.ndarray, tuple[str, ...]]:
     """int8 [V, C], -1 = not known, and the names of the columns, in the order of those that are known."""
-    polars = _polars()
+    polars = import_polars()
     named = {name.removeprefix(_LABEL): name for name in columns.columns}
     names = known or tuple(named)
     if set(names) != set(named):
@@ -332,7 +300,7 @@ def _flags(columns: pl.DataFrame, known: tuple[str, ...], where: str) -> tuple[n
         words = _words(columns[named[name]]).fill_null("nan")
         found = words.str.to_lowercase().replace_strict(_FLAGS, default=None, return_dtype=polars.Int8)
         if found.null_count() > 0:
-            at = _first(found.is_null())
+            at = first_row(found.is_null())
             raise ValueError(
                 f"expected 0 or 1, true or false, or nothing in {where}, got {words[at - 2]!r} in {named[name]} in row "
                 f"{at}: several columns are several labels a node. Classes are one column; numbers to predict "
@@ -343,7 +311,7 @@ def _flags(columns: pl.DataFrame, known: tuple[str, ...], where: str) -> tuple[n
 
 
 def _split(given: pl.Series, where: str) -> Split:
-    polars = _polars()
+    polars = import_polars()
     names = given.cast(polars.String).str.to_lowercase().to_list()
     parts: dict[str, list[int]] = {part: [] for part in PARTS}
     for node, name in enumerate(names):
@@ -353,77 +321,3 @@ def _split(given: pl.Series, where: str) -> Split:
         lacking = ", ".join(part for part, nodes in parts.items() if not nodes)
         raise ValueError(f"expected train, val and test in {where}, got no {lacking}")
     return Split(*(np.array(parts[part], np.int64) for part in PARTS))
-
-
-def _features(
-    table: pl.DataFrame, num_nodes: int, known: tuple[Column, ...] | None, path: Path | None
-) -> tuple[np.ndarray, tuple[Column, ...]]:
-    """float32 [V, d_in], and the columns that they come from."""
-    if known is None:
-        known = tuple(_column(table[name], path) for name in table.columns)
-    elif {column.name for column in known} - set(table.columns):
-        lacking = [column.name for column in known if column.name not in table.columns]
-        raise ValueError(f"expected the columns of the other graph in {path}, got no {listed(lacking)}")
-    features = np.zeros((num_nodes, sum(column.width for column in known)), np.float32)
-    first = 0
-    for column in known:
-        _encode(table[column.name], column, features[:, first : first + column.width], path)
-        first += column.width
-    return features, known
-
-
-def _column(given: pl.Series, path: Path | None) -> Column:
-    """What a column is, from its values."""
-    polars = _polars()
-    if given.dtype == polars.Boolean or given.dtype.is_numeric():
-        numbers = _numbers(given)
-        present = numbers[~np.isnan(numbers)]
-        if np.isinf(present).any():
-            at = _first(given.is_infinite().fill_null(False))
-            raise ValueError(f"expected finite numbers in column {given.name} of {path}, got inf in row {at}")
-        mean, deviation = (float(present.mean()), float(present.std())) if len(present) else (0.0, 0.0)
-        missing = len(present) < len(numbers)
-        return Column(name=given.name, kind="number", mean=mean, deviation=deviation or 1.0, missing=missing)
-    if given.dtype not in (polars.String, polars.Categorical, polars.Enum):
-        raise ValueError(
-            f"expected numbers or words in column {given.name} of {path}, got {given.dtype}; leave it out with "
-            f"--drop {given.name}"
-        )
-    values = given.cast(polars.String).drop_nulls().unique().sort().to_list()
-    if len(values) > MAX_CATEGORIES:
-        raise ValueError(
-            f"expected at most {MAX_CATEGORIES} values of words in column {given.name} of {path}, got {len(values):,}, "
-            f"such as {values[0]!r}; leave it out with --drop {given.name}, or turn it into numbers"
-        )
-    return Column(name=given.name, kind="word", values=tuple(values), missing=given.null_count() > 0)
-
-
-def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | None) -> None:
-    polars = _polars()
-    if column.kind == "number":
-        if not (given.dtype == polars.Boolean or given.dtype.is_numeric() or given.null_count() == len(given)):
-            raise ValueError(f"expected numbers in column {column.name} of {path}, got {given.dtype}")
-        numbers = _numbers(given)
-        missing = np.isnan(numbers)
-        into[:, 0] = np.where(missing, 0.0, (numbers - column.mean) / column.deviation)
-    else:
-        found = given.cast(polars.String).cast(polars.Enum(column.values), strict=False).to_physical()
-        missing = found.is_null().to_numpy()
-        rows = np.flatnonzero(~missing)
-        into[rows, found.drop_nulls().to_numpy()] = 1.0
-    if column.missing:
-        into[:, -1] = missing
-
-
-def _numbers(given: pl.Series) -> np.ndarray:
-    """A column as fp64; nothing is NaN."""
-    polars = _polars()
-    numbers: np.ndarray = given.cast(polars.Float64).fill_null(float("nan")).to_numpy()
-    return numbers
-
-
-def _first(flags: pl.Series) -> int:
-    """The line of a file with the first true one, below a line of names."""
-    index = flags.arg_max()
-    assert index is not None
-    return index + 2

@@ -15,10 +15,11 @@ import pytest
 import megagraph as mg
 from megagraph import files
 from megagraph.cli import main
+from megagraph.data.columns import MAX_CATEGORIES
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.header import describe
 from megagraph.data.store import open_store, write_store
-from megagraph.data.tables import MAX_CATEGORIES, Tables, read_tables, write_tables
+from megagraph.data.tables import Tables, read_tables, write_tables
 
 NODES = """name,age,city,member,label,split
 007,3,rome,true,red,train

@@ -1,0 +1,125 @@
+"""Columns of a table: as polars reads them, and as features of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megagraph import files
+from megagraph.data.names import Column
+from megagraph.flags import listed
+from megagraph.progress import log
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MAX_CATEGORIES = 100  # words of a column; one of more is a text, or another id
+MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"]
+
+
+def import_polars() -> Any:
+    try:
+        import polars
+    except ImportError as error:
+        raise ImportError("tables are read by the polars package: pip install 'megagraph[train]'") from error
+    return polars
+
+
+def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
+    """A file, these columns as words, by place or name."""
+    polars = import_polars()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"expected a CSV or Parquet file, got {path}, which does not exist or is no file{files.meant(path)}"
+        )
+    log.info(f"reading {path}")
+    kind = [suffix for suffix in path.suffixes if suffix != ".gz"][-1:]
+    try:
+        if kind == [".parquet"]:
+            table = polars.read_parquet(path)
+            named = [table.columns[name] if isinstance(name, int) else name for name in words]
+            return table.with_columns(polars.col(name).cast(polars.String) for name in named if name in table.columns)
+        given: dict[str, Any] = {"separator": "\t" if kind == [".tsv"] else ",", "null_values": MISSING}
+        columns = polars.read_csv(path, n_rows=0, **given).columns
+        named = [columns[name] if isinstance(name, int) else name for name in words]
+        as_words = {name: polars.String for name in named if name in columns}
+        return polars.read_csv(path, infer_schema_length=None, schema_overrides=as_words, **given)
+    except (polars.exceptions.PolarsError, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a table with a line of names, got {path}: {error}") from error
+
+
+def first_row(flags: pl.Series) -> int:
+    """The line of a file with the first true one, below a line of names."""
+    index = flags.arg_max()
+    assert index is not None
+    return index + 2
+
+
+def features_of(
+    table: pl.DataFrame, num_nodes: int, known: tuple[Column, ...] | None, path: Path | None
+) -> tuple[np.ndarray, tuple[Column, ...]]:
+    """float32 [V, d_in], and the columns that they come from."""
+    if known is None:
+        known = tuple(_column(table[name], path) for name in table.columns)
+    elif {column.name for column in known} - set(table.columns):
+        lacking = [column.name for column in known if column.name not in table.columns]
+        raise ValueError(f"expected the columns of the other graph in {path}, got no {listed(lacking)}")
+    features = np.zeros((num_nodes, sum(column.width for column in known)), np.float32)
+    first = 0
+    for column in known:
+        _encode(table[column.name], column, features[:, first : first + column.width], path)
+        first += column.width
+    return features, known
+
+
+def _column(given: pl.Series, path: Path | None) -> Column:
+    """What a column is, from its values."""
+    polars = import_polars()
+    if given.dtype == polars.Boolean or given.dtype.is_numeric():
+        numbers = _numbers(given)
+        present = numbers[~np.isnan(numbers)]
+        if np.isinf(present).any():
+            at = first_row(given.is_infinite().fill_null(False))
+            raise ValueError(f"expected finite numbers in column {given.name} of {path}, got inf in row {at}")
+        mean, deviation = (float(present.mean()), float(present.std())) if len(present) else (0.0, 0.0)
+        missing = len(present) < len(numbers)
+        return Column(name=given.name, kind="number", mean=mean, deviation=deviation or 1.0, missing=missing)
+    if given.dtype not in (polars.String, polars.Categorical, polars.Enum):
+        raise ValueError(
+            f"expected numbers or words in column {given.name} of {path}, got {given.dtype}; leave it out with "
+            f"--drop {given.name}"
+        )
+    values = given.cast(polars.String).drop_nulls().unique().sort().to_list()
+    if len(values) > MAX_CATEGORIES:
+        raise ValueError(
+            f"expected at most {MAX_CATEGORIES} values of words in column {given.name} of {path}, got {len(values):,}, "
+            f"such as {values[0]!r}; leave it out with --drop {given.name}, or turn it into numbers"
+        )
+    return Column(name=given.name, kind="word", values=tuple(values), missing=given.null_count() > 0)
+
+
+def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | None) -> None:
+    polars = import_polars()
+    if column.kind == "number":
+        if not (given.dtype == polars.Boolean or given.dtype.is_numeric() or given.null_count() == len(given)):
+            raise ValueError(f"expected numbers in column {column.name} of {path}, got {given.dtype}")
+        numbers = _numbers(given)
+        missing = np.isnan(numbers)
+        into[:, 0] = np.where(missing, 0.0, (numbers - column.mean) / column.deviation)
+    else:
+        found = given.cast(polars.String).cast(polars.Enum(column.values), strict=False).to_physical()
+        missing = found.is_null().to_numpy()
+        rows = np.flatnonzero(~missing)
+        into[rows, found.drop_nulls().to_numpy()] = 1.0
+    if column.missing:
+        into[:, -1] = missing
+
+
+def _numbers(given: pl.Series) -> np.ndarray:
+    """fp64, nothing is NaN."""
+    polars = import_polars()
+    numbers: np.ndarray = given.cast(polars.Float64).fill_null(float("nan")).to_numpy()
+    return numbers
