@@ -41,7 +41,8 @@ def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
         if kind == [".parquet"]:
             table = polars.read_parquet(path)
             named = [table.columns[name] if isinstance(name, int) else name for name in words]
-            return table.with_columns(polars.col(name).cast(polars.String) for name in named if name in table.columns)
+            there = [name for name in dict.fromkeys(named) if name in table.columns]
+            return table.with_columns(polars.col(name).cast(polars.String) for name in there)
         given: dict[str, Any] = {"separator": "\t" if kind == [".tsv"] else ",", "null_values": MISSING}
         columns = polars.read_csv(path, n_rows=0, **given).columns
         named = [columns[name] if isinstance(name, int) else name for name in words]

@@ -50,7 +50,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
         if unused := [name for name in ("id", "label", "split", "drop") if getattr(tables, name)]:
             raise ValueError(f"expected a file of nodes (--nodes) for {', '.join(unused)}, got none")
     else:
-        ids, rest = _nodes(tables.nodes, tables.id, tables.drop)
+        ids, rest = _nodes(tables.nodes, tables.id, tables.drop, _words_of(like, tables.label))
     row_of = polars.Enum(ids)
     _check_first_line(tables.edges, ends, (row_of.categories, row_of.categories), "source,target")
     edge_index = np.stack([_rows(end, row_of, tables.edges) for end in ends])
@@ -137,9 +137,19 @@ def _check_first_line(path: Path, columns: Sequence[pl.Series], known: Sequence[
         )
 
 
-def _nodes(path: Path, id_name: str | None, drop: Sequence[str]) -> tuple[pl.Series, pl.DataFrame]:
-    """Ids, and the other columns."""
-    table = read_table(path, words=(id_name or 0,))
+def _words_of(like: Graph | None, label: Sequence[str]) -> tuple[str, ...]:
+    """Columns to read as the words that they are, as values of the other graph: 01 would be the number 1."""
+    if like is None or like.names is None:
+        return ()
+    classes = () if like.multi_label else tuple(label) or ("label",)
+    return (*(column.name for column in like.names.columns if column.kind == "word"), *classes)
+
+
+def _nodes(
+    path: Path, id_name: str | None, drop: Sequence[str], words: Sequence[str]
+) -> tuple[pl.Series, pl.DataFrame]:
+    """Ids, and the other columns, some of them as words."""
+    table = read_table(path, words=(id_name or 0, *words))
     for name in (*([id_name] if id_name else []), *drop):
         _check_named(table, name, path)
     ids = table[id_name or table.columns[0]]
@@ -228,6 +238,8 @@ def _labels(
         )
     if columns.width > 1:
         return _flags(columns, known, where)
+    if known:
+        given = given.replace(_spellings(given, known))
     names = _class_names(given, known, where)
     number = {name: i for i, name in enumerate(names)}
     found = np.array([-1 if name is None else number[name] for name in given.to_list()], np.int64)
@@ -267,6 +279,23 @@ def _words(given: pl.Series) -> pl.Series:
     """Labels as words, none where a Parquet file has NaN or a word for nothing; of CSV polars knows these."""
     words = given.cast(import_polars().String)
     return words.set(words.is_in(MISSING), None)
+
+
+def _spellings(given: pl.Series, known: tuple[str, ...]) -> dict[str, str]:
+    """Of words that are no known class but the same whole number, or truth, as one: its name."""
+    names = {value: name for name in known if (value := _value(name)) is not None}
+    others = set(given.drop_nulls().unique()) - set(known)
+    return {word: names[value] for word in others if (value := _value(word)) in names}
+
+
+def _value(word: str) -> float | str | None:
+    if word.lower() in ("true", "false"):
+        return word.lower()
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if value.is_integer() and abs(value) < 2**53 else None  # further ones are not exact
 
 
 def _class_names(given: pl.Series, known: tuple[str, ...], where: str) -> tuple[str, ...]:

@@ -123,6 +123,31 @@ def test_another_graph_gets_the_columns_and_classes_of_the_first(tmp_path):
     assert graph.names.classes == ("blue", "red") and graph.num_classes == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "other", "features", "labels"),
+    [
+        # words stay words where all that is left of them are numbers, or true and false
+        ("01,n/k,02", "02,01,01", [[0, 1, 0], [1, 0, 0], [1, 0, 0]], None),
+        ("True,False,perhaps", "False,True,False", [[1, 0, 0], [0, 1, 0], [1, 0, 0]], None),
+        ("1,2,two", "1,2.5,1", [[1, 0, 0], [0, 0, 0], [1, 0, 0]], None),
+        # so do classes, which may be spelled otherwise
+        ("01,02,none", "02,01,", None, [1, 0, -1]),
+        ("1,2,2", "1.0,,2", None, [0, -1, 1]),
+        ("1.0,,2", "2,01,1", None, [1, 0, 0]),
+        ("True,False,true", "False,TRUE,false", None, [0, 1, 0]),
+    ],
+)
+def test_words_of_the_first_graph_are_words_in_another(tmp_path, given, other, features, labels):
+    name = "label" if labels else "zip"
+
+    def read(values, like=None):
+        rows = "".join(f"{i},{value}\n" for i, value in enumerate(values.split(",")))
+        return read_tables(write(tmp_path, nodes_csv=f"id,{name}\n{rows}", edges_csv="a,b\n0,1\n1,2\n"), like)
+
+    graph = read(other, read(given))
+    assert graph.labels.tolist() == (labels or [-1] * 3) and graph.features.tolist() == (features or [[]] * 3)
+
+
 def test_a_store_keeps_names_and_exports_them(tmp_path):
     graph = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
     write_store(graph, tmp_path / "store")
