@@ -82,12 +82,9 @@ def _column(given: pl.Series, path: Path | None) -> Column:
     if given.dtype == polars.Boolean or given.dtype.is_numeric():
         numbers = _numbers(given)
         present = numbers[~np.isnan(numbers)]
-        if np.isinf(present).any():
-            at = first_row(given.is_infinite().fill_null(False))
-            raise ValueError(f"expected finite numbers in column {given.name} of {path}, got inf in row {at}")
-        mean, deviation = (float(present.mean()), float(present.std())) if len(present) else (0.0, 0.0)
+        mean, deviation = _mean_and_deviation(present) if len(present) else (0.0, 1.0)
         missing = len(present) < len(numbers)
-        return Column(name=given.name, kind="number", mean=mean, deviation=deviation or 1.0, missing=missing)
+        return Column(name=given.name, kind="number", mean=mean, deviation=deviation, missing=missing)
     if given.dtype not in (polars.String, polars.Categorical, polars.Enum):
         raise ValueError(
             f"expected numbers or words in column {given.name} of {path}, got {given.dtype}; leave it out with "
@@ -102,6 +99,17 @@ def _column(given: pl.Series, path: Path | None) -> Column:
     return Column(name=given.name, kind="word", values=tuple(values), missing=given.null_count() > 0)
 
 
+def _mean_and_deviation(numbers: np.ndarray) -> tuple[float, float]:
+    """Of fp64 numbers of any size; 1 is the deviation of a constant."""
+    if numbers.min() == numbers.max():  # whose mean may be rounded
+        return float(numbers[0]), 1.0
+    _, exponent = np.frexp(np.abs(numbers).max())  # a power of two, which rounds nothing
+    with np.errstate(invalid="ignore"):  # infinite ones, which have no features
+        scaled = np.ldexp(numbers, -exponent)
+        mean, deviation = (float(np.ldexp(x, exponent)) for x in (scaled.mean(), scaled.std()))
+    return mean, deviation or 1.0
+
+
 def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | None) -> None:
     polars = import_polars()
     if column.kind == "number":
@@ -109,7 +117,15 @@ def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | Non
             raise ValueError(f"expected numbers in column {column.name} of {path}, got {given.dtype}")
         numbers = _numbers(given)
         missing = np.isnan(numbers)
-        into[:, 0] = np.where(missing, 0.0, (numbers - column.mean) / column.deviation)
+        with np.errstate(over="ignore", invalid="ignore"):
+            into[:, 0] = np.where(missing, 0.0, (numbers - column.mean) / column.deviation)
+        if not np.isfinite(into[:, 0]).all():
+            at = int(np.nanargmax(np.abs(numbers)))
+            raise ValueError(
+                f"expected finite numbers in column {column.name} of {path}, got {numbers[at]:g} in row {at + 2}, of "
+                f"which no feature can be made (mean {column.mean:g}, deviation {column.deviation:g}); take it away, "
+                f"scale the column, or leave it out with --drop {column.name}"
+            )
     else:
         found = given.cast(polars.String).cast(polars.Enum(column.values), strict=False).to_physical()
         missing = found.is_null().to_numpy()

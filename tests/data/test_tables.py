@@ -148,6 +148,21 @@ def test_words_of_the_first_graph_are_words_in_another(tmp_path, given, other, f
     assert graph.labels.tolist() == (labels or [-1] * 3) and graph.features.tolist() == (features or [[]] * 3)
 
 
+def test_features_of_numbers_of_any_size(tmp_path):
+    def read(*values, like=None):
+        rows = "".join(f"{i},{value}\n" for i, value in enumerate(values))
+        return read_tables(write(tmp_path, nodes_csv=f"id,f\n{rows}", edges_csv="a,b\n0,1\n1,2\n"), like)
+
+    constant = read(0.1, 0.1, 0.1)  # whose mean is not quite 0.1
+    assert constant.features.ravel().tolist() == [0.0, 0.0, 0.0]
+    np.testing.assert_allclose(read(0.1, 0.2, 0.1, like=constant).features.ravel(), [0, 0.1, 0], atol=1e-8)
+    want = read(1, -1, 0.5).features
+    for size in (1e-200, 1e200, 1e308):
+        np.testing.assert_allclose(read(size, -size, size / 2).features, want, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"finite numbers in column f of .*, got -1e\+100 in row 3, .*scale the"):
+        read(1, -1e100, 2, like=constant)
+
+
 def test_a_store_keeps_names_and_exports_them(tmp_path):
     graph = read_tables(write(tmp_path, nodes_csv=NODES, edges_csv=EDGES))
     write_store(graph, tmp_path / "store")
