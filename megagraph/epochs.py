@@ -45,7 +45,7 @@ from megagraph.parallel.stop import Stop, Stopped
 from megagraph.planner.plan import Plan
 from megagraph.progress import Progress, log
 from megagraph.run import Run, State
-from megagraph.state import TrainingState
+from megagraph.state import TrainingState, cause
 from megagraph.timeline import STEP, recorder
 
 
@@ -359,8 +359,7 @@ class Epochs:
         probabilities = class_probabilities(self.pipeline, self.eval_loader, self.look_up)
         if not np.isfinite(probabilities).all():
             raise FloatingPointError(
-                f"the evaluation after step {self.step} gave numbers that are not finite, so the weights are not; "
-                "go on from an earlier checkpoint with a lower --learning-rate"
+                f"the evaluation after step {self.step} gave numbers that are not finite, {cause(self.pipeline)}"
             )
         self.classes = predicted(probabilities, multi_label=self.graph.multi_label)
         measured = measures(probabilities, self.graph.labels, self.split)

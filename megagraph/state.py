@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megagraph.parallel.mesh import all_gather
 from megagraph.parallel.pipeline import Pipeline
 
 
@@ -73,10 +74,23 @@ def _make_state(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
 
 def check_finite(tensors: dict[str, Tensor]) -> None:
     """Raise FloatingPointError for a tensor that is not finite."""
+    if (name := next(_not_finite(tensors), None)) is not None:
+        raise FloatingPointError(
+            f"{name} is not finite, and a checkpoint of it would be of no use; "
+            "go on from an earlier one with a lower --learning-rate"
+        )
+
+
+def cause(pipeline: Pipeline) -> str:
+    """Why numbers that a model gives are not finite, and what to do. Collective."""
+    if any(all_gather(next(_not_finite(pipeline.state_dict()), None))):
+        return "so the weights are not; go on from an earlier checkpoint with a lower --learning-rate"
+    return "though all weights are: look for extreme values in the features, and scale them"
+
+
+def _not_finite(tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Names of the tensors that are not finite."""
     for name, tensor in tensors.items():
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if own.numel() and own.is_floating_point() and not torch.stack(own.aminmax()).isfinite().all():
-            raise FloatingPointError(
-                f"{name} is not finite, and a checkpoint of it would be of no use; "
-                "go on from an earlier one with a lower --learning-rate"
-            )
+            yield name

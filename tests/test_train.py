@@ -311,6 +311,8 @@ def test_a_loss_that_explodes_is_named(tmp_path, graph):
     huge = replace(graph, features=np.full_like(graph.features, 3e38))
     with pytest.raises(FloatingPointError, match=r"the loss of step 0 is nan; lower --learning-rate"):
         mg.Trainer(config(tmp_path)).fit(huge)
+    with pytest.raises(FloatingPointError, match=r"after step 1 gave numbers .*, though all weights are: .* features"):
+        mg.Trainer(config(tmp_path, max_steps=1, out=tmp_path / "short")).fit(huge)  # its one step was skipped
 
 
 def test_command_line(tmp_path):

@@ -37,7 +37,7 @@ def propagated(graph: Graph, steps: int) -> Graph:
     that the graph came with: a projection then sees no power before another.
 
     Raises:
-        ValueError: they would take more than 32 GiB.
+        ValueError: they would take more than 32 GiB, or are not finite.
     """
     if steps == 0 or graph.in_features == 0:
         return graph
@@ -51,13 +51,21 @@ def propagated(graph: Graph, steps: int) -> Graph:
     features = np.empty((graph.num_nodes, 1 + steps, graph.in_features), np.float32)
     own = np.empty((graph.num_nodes, graph.in_features), np.float32)
     graph.read_features(np.arange(graph.num_nodes), own)
+    _, exponents = np.frexp(np.maximum(own.max(axis=1), -own.min(axis=1)))
+    np.ldexp(own, -exponents[:, None], out=own)  # powers of two, which round nothing: squares stay in float32
     norms = np.sqrt(np.einsum("ij,ij->i", own, own))
-    size = _root_mean_square(norms)
+    size = _root_mean_square(np.ldexp(norms.astype(np.float64), exponents))
     power: np.ndarray | sp.csr_array = own / np.maximum(norms, np.finfo(np.float32).tiny)[:, None]
     for step in range(1 + steps):
         power = power if step == 0 else adjacency @ power
         norm = _root_mean_square(np.sqrt(np.einsum("ij,ij->i", power, power)))
-        np.multiply(power, size / norm if norm else 0.0, out=features[:, step])
+        with np.errstate(over="ignore"):
+            np.multiply(power, size / norm if norm else 0.0, out=features[:, step])
+    if not np.isfinite(features).all():
+        raise ValueError(
+            f"expected features whose norms are finite in float32, to propagate them (--propagate {steps}), got some "
+            f"of {np.ldexp(norms.astype(np.float64), exponents).max():g}; scale the features"
+        )
     return replace(graph, features=features.reshape(graph.num_nodes, -1))
 
 

@@ -413,6 +413,11 @@ def test_propagated_features_are_powers_of_the_adjacency(graph):
         np.testing.assert_allclose(block, power * size / unit, rtol=1e-4, atol=1e-5)
         power = dense_normalized(graph.adjacency) @ power
     assert propagated(graph, 0) is graph
+    for size in np.float32([2.0**-90, 2.0**63, 2.0**100]):  # whose squares float32 does not have
+        scaled = replace(graph, features=graph.features * size)
+        np.testing.assert_array_equal(propagated(scaled, 2).features, wide.features * size)
+    with pytest.raises(ValueError, match=r"norms are finite in float32, .*--propagate 2.*, got some of 4e\+38; scale"):
+        propagated(replace(graph, features=np.full((240, 16), 1e38, np.float32)), 2)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16, sp.csr_array])
