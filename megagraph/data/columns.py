@@ -40,16 +40,29 @@ def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
     try:
         if kind == [".parquet"]:
             table = polars.read_parquet(path)
-            named = [table.columns[name] if isinstance(name, int) else name for name in words]
-            there = [name for name in dict.fromkeys(named) if name in table.columns]
-            return table.with_columns(polars.col(name).cast(polars.String) for name in there)
+            return table.with_columns(
+                polars.col(name).cast(polars.String) for name in _named(table.columns, words, path)
+            )
         given: dict[str, Any] = {"separator": "\t" if kind == [".tsv"] else ",", "null_values": MISSING}
         columns = polars.read_csv(path, n_rows=0, **given).columns
-        named = [columns[name] if isinstance(name, int) else name for name in words]
-        as_words = {name: polars.String for name in named if name in columns}
+        as_words = dict.fromkeys(_named(columns, words, path), polars.String)
         return polars.read_csv(path, infer_schema_length=None, schema_overrides=as_words, **given)
-    except (polars.exceptions.PolarsError, IndexError, UnicodeDecodeError) as error:
+    except (polars.exceptions.PolarsError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a table with a line of names, got {path}: {error}") from error
+    except OSError as error:  # of Rust: names no file
+        raise ValueError(f"expected a whole table, got {path}, which cannot be read: {error}; make it again") from error
+
+
+def _named(columns: Sequence[str], words: Sequence[int | str], path: Path) -> list[str]:
+    """Those of these columns, by place or name, that are there, each once."""
+    needed = 1 + max((word for word in words if isinstance(word, int)), default=-1)
+    if len(columns) < needed or (len(columns) == 1 and not {";", "\t"}.isdisjoint(columns[0])):
+        raise ValueError(
+            f"expected a table with a line of names, got {path}, which has no columns but {listed(columns)!r}; "
+            "begin with names, not with remarks, and separate columns by commas, or by tabs in a file called .tsv"
+        )
+    named = [columns[word] if isinstance(word, int) else word for word in words]
+    return [name for name in dict.fromkeys(named) if name in columns]
 
 
 def first_row(flags: pl.Series) -> int:

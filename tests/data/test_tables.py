@@ -337,7 +337,14 @@ BAD = {
         {},
         r"expected two columns in .*edges\.csv, got also w",
     ),
-    "one column": (dict(edges_csv="a\n7\n"), {}, r"expected a table with a line of names, got .*edges\.csv"),
+    "one column": (
+        dict(edges_csv="a\n7\n"),
+        {},
+        r"expected a table with a line of names, got .*edges\.csv, which has no columns but 'a'; begin with names",
+    ),
+    "semicolons": (dict(edges_csv="a;b\n7;007\n"), {}, r"no columns but 'a;b'; .* commas, or by tabs in .* \.tsv"),
+    "remarks": (dict(edges_csv="# edges\n# a\tb\n7\t007\n"), {}, "no columns but '# edges'; .* not with remarks"),
+    "tabs in a .csv": (dict(nodes_csv=BARE.replace(",", "\t")), {}, r"got .*nodes\.csv, .* but 'id\\tx'; .* by tabs"),
     "no edges": (dict(edges_csv="a,b\n"), {}, "expected a graph with edges, got none"),
     "an empty file": (dict(edges_csv=""), {}, r"expected a table with a line of names, got .*edges\.csv"),
     "no such file": ({}, {"edges": "nowhere.csv"}, "expected a CSV or Parquet file, got nowhere.csv"),
@@ -428,6 +435,13 @@ def test_what_cannot_be_read_is_said(tmp_path, case):
         assert read_tables(tables).names.classes == ("1", "3", "5")
         return
     with pytest.raises((ValueError, FileNotFoundError), match=message):
+        read_tables(tables)
+
+
+def test_a_packed_file_that_is_cut_short_is_named(tmp_path):
+    tables = write(tmp_path, edges_csv_gz=EDGES)
+    tables.edges.write_bytes(tables.edges.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"expected a whole table, got .*edges\.csv\.gz, which cannot be read: "):
         read_tables(tables)
 
 
