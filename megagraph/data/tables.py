@@ -44,6 +44,7 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
     polars = import_polars()
     if tables.edges is None:
         raise ValueError("expected a data set, or a file of edges (--edges) beside --nodes, got neither")
+    _check_roles(tables)
     ends = _ends(tables.edges)
     if tables.nodes is None:
         ids, rest = polars.concat(ends).unique().sort(), polars.DataFrame()
@@ -54,7 +55,8 @@ def read_tables(tables: Tables, like: Graph | None = None) -> Graph:
     row_of = polars.Enum(ids)
     _check_first_line(tables.edges, ends, (row_of.categories, row_of.categories), "source,target")
     edge_index = np.stack([_rows(end, row_of, tables.edges) for end in ends])
-    label, split = _label_columns(rest, tables), _split_column(rest, tables)
+    label = _label_columns(rest, tables)
+    split = _split_column(rest.drop(label), tables)
     labels, class_names = _labels(tables, rest.select(label), row_of, like)
     parts = None if split is None else _split(rest[split], f"column {split} of {tables.nodes}")
     rest = rest.drop([*label, *([] if split is None else [split])])
@@ -137,6 +139,16 @@ def _check_first_line(path: Path, columns: Sequence[pl.Series], known: Sequence[
         )
 
 
+def _check_roles(tables: Tables) -> None:
+    """Refuse a column that is named for two purposes."""
+    if len(set(tables.label)) < len(tables.label):
+        raise ValueError(f"expected every column of labels once, got {listed(tables.label)}")
+    flags = {"--id": (tables.id,), "--label": tables.label, "--split": (tables.split,), "--drop": tables.drop}
+    for name in dict.fromkeys(name for names in flags.values() for name in names if name is not None):
+        if len(given := [flag for flag, names in flags.items() if name in names]) > 1:
+            raise ValueError(f"expected a column of nodes for one of {' and '.join(given)}, got {name} for both")
+
+
 def _words_of(like: Graph | None, label: Sequence[str]) -> tuple[str, ...]:
     """Columns to read as the words that they are, as values of the other graph: 01 would be the number 1."""
     if like is None or like.names is None:
@@ -182,9 +194,8 @@ def _label_columns(table: pl.DataFrame, tables: Tables) -> tuple[str, ...]:
     """The columns that were named, or those that are called so."""
     for name in tables.label:
         _check_named(table, name, tables.nodes)
-    if len(set(tables.label)) < len(tables.label):
-        raise ValueError(f"expected every column of labels once, got {listed(tables.label)}")
-    one, several = "label" in table.columns, tuple(name for name in table.columns if name.startswith(_LABEL))
+    free = [name for name in table.columns if name != tables.split]
+    one, several = "label" in free, tuple(name for name in free if name.startswith(_LABEL))
     if one and several and not tables.label:
         raise ValueError(
             f"expected a column label or columns {_LABEL}NAME in {tables.nodes}, got label and {several[0]}; name the "

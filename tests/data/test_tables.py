@@ -397,6 +397,17 @@ BAD = {
         {"label": ("member", "label")},
         r"expected 0 or 1, true or false, or nothing in .*, got 'red' in label in row 2: .* Classes are one column",
     ),
+    "a column of classes and parts": (
+        {},
+        {"label": ("split",), "split": "split"},
+        "expected a column of nodes for one of --label and --split, got split for both",
+    ),
+    "a column of ids and classes": ({}, {"id": "name", "label": ("name",)}, "one of --id and --label, got name for"),
+    "a column of classes that is dropped": (
+        {},
+        {"label": ("age",), "drop": ("city", "age")},
+        "one of --label and --drop, got age for both",
+    ),
     "a label column twice": (
         {},
         {"label": ("member", "member")},
@@ -436,6 +447,17 @@ def test_what_cannot_be_read_is_said(tmp_path, case):
         return
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         read_tables(tables)
+
+
+def test_a_column_has_one_purpose(tmp_path):
+    """What is named for one is not taken by default for another."""
+    tables = write(tmp_path, nodes_csv=NODES.replace("TEST", "test"), edges_csv=EDGES)
+    graph = read_tables(replace(tables, label=("split",)))
+    assert graph.split is None and graph.names.classes == ("test", "train", "val")
+    assert [column.name for column in graph.names.columns] == ["age", "city", "member", "label"]
+    parts = 'id,label\n007,train\n7,val\nx y,\n"z,1",test\n'
+    graph = read_tables(replace(write(tmp_path, nodes_csv=parts, edges_csv=EDGES), split="label"))
+    assert graph.names.classes == () and graph.split.test.tolist() == [3]
 
 
 def test_a_packed_file_that_is_cut_short_is_named(tmp_path):
