@@ -16,6 +16,7 @@ from megagraph.data.names import Names
 MAX_CLASSES = 1 << 24
 PARTS = ("train", "val", "test")
 _CHUNK_ENTRIES = 1 << 16
+_FLOATS = torch.float32, torch.float64  # of numpy; of SciPy, that has no halves, too
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,6 +225,8 @@ class Graph:
             y = y.astype(np.int64)
         if x.ndim != 2:
             raise ValueError(f"expected x of shape [V, d_in], got {list(x.shape)}; pass one row per node")
+        if x.dtype.kind == "c":
+            raise ValueError(f"expected x of real numbers, got {x.dtype}; pass real and imaginary part side by side")
         if edge_index.ndim != 2 or len(edge_index) != 2 or not np.issubdtype(edge_index.dtype, np.integer):
             raise ValueError(
                 f"expected an integer edge_index of shape [2, E], got {edge_index.dtype} {list(edge_index.shape)}"
@@ -311,7 +314,10 @@ def _attribute(data: Any, key: str) -> Any:
             f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x and edge_index, and y to "
             "train on"
         )
-    if value.layout == torch.strided:
+    dense = value.layout == torch.strided
+    if value.is_floating_point() and value.dtype not in ((torch.float16,) if dense else ()) + _FLOATS:
+        value = value.float()
+    if dense:
         return value.numpy(force=True)
     if key != "x" or value.ndim != 2:
         return value.to_dense().numpy(force=True)

@@ -131,6 +131,15 @@ def test_from_data_takes_a_pyg_data():
         assert unlabelled.labels.tolist() == [-1, -1] and unlabelled.num_classes == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+@pytest.mark.parametrize("form", ["to_dense", "to_sparse", "to_sparse_csr"])
+def test_features_of_any_dtype(dtype, form):
+    x = torch.tensor([[1, 0], [0, 2], [3, 0], [0, 0]], dtype=dtype)
+    features = Graph.from_data(data(x=getattr(x, form)())).features
+    assert features.dtype == ("float16" if (dtype, form) == (torch.float16, "to_dense") else "float32")
+    assert (features if form == "to_dense" else features.toarray()).tolist() == x.tolist()
+
+
 NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
 
 
@@ -147,6 +156,8 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
         ({"edge_index": torch.ones(3, 2).long()}, "expected an integer edge_index of shape [2, E]"),
         ({"edge_index": torch.ones(2, 2)}, "expected an integer edge_index of shape [2, E], got float32"),
         ({"x": torch.ones(4)}, "expected x of shape [V, d_in], got [4]"),
+        ({"x": torch.ones(4, 2) * 1j}, "expected x of real numbers, got complex64; pass real and imaginary part"),
+        ({"x": (torch.ones(4, 2) * 1j).to_sparse()}, "expected x of real numbers, got complex64"),
         ({"x": torch.ones(5, 2)}, "expected labels of shape [5], got [4]"),
         ({"x": NAN_ROW}, "expected finite features, got inf in feature 0 of node 1; clean that row"),
         ({"y": torch.arange(12).view(4, 3)}, "to be 0 or 1, or -1 or NaN where not known, got 2 in label 2 of node 0"),
