@@ -11,7 +11,8 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import xxhash
 from typeguard import TypeCheckError, check_type
@@ -191,12 +192,24 @@ def of_type(hint: Any, value: Any, what: str, name: str) -> Any:
     """A value of a JSON object, a path or tuple where these are hinted; ValueError if it is of another type."""
     value = _as_hinted(hint, value)
     if isinstance(value, bool) and bool not in (hint, *get_args(hint)):  # Python's bool is an int
-        raise ValueError(f"expected {what} whose {name} is right, got {value!r}: it is no {hint}")
+        raise ValueError(f"expected {what} whose {name} is right, got {value!r}: it is {_none_of(hint)}")
     try:
         check_type(value, hint)
     except TypeCheckError as wrong:
-        raise ValueError(f"expected {what} whose {name} is right, got {value!r}: {wrong}") from wrong
+        why = f"it is {_none_of(hint)}" if _is_union(hint) else wrong
+        raise ValueError(f"expected {what} whose {name} is right, got {value!r}: {why}") from wrong
     return value
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
+
+
+def _none_of(hint: Any) -> str:
+    """That a value has none of these types, in words."""
+    kinds = get_args(hint) if _is_union(hint) else (hint,)
+    words = ["nothing" if kind is NoneType else str(kind) if get_args(kind) else kind.__name__ for kind in kinds]
+    return f"no {words[0]}" if len(words) == 1 else f"neither {' nor '.join(words)}"
 
 
 def _as_hinted(hint: Any, value: Any) -> Any:
