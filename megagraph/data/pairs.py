@@ -9,7 +9,7 @@ A~ = D^-1/2 (A + I) D^-1/2. The buckets, with M = max_distance + 2 coarse distan
     then 1                          a regular node and the super node that it belongs to
     then 1                          a global token and any node
 
-Class c has what is above 2^-(c + 2), from 1/4 on; the last one what is left. Pairs of several kinds are of the first.
+Class c has what is above 2^-(c + 3), from 1/8 on; the last one what is left. Pairs of several kinds are of the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.sample import Pagerank
 from megagraph.data.structure import CoarseBuckets
 
-_LARGEST = 2  # octaves below 1, from which classes begin
+_LARGEST = 2  # octaves below 1, from which classes begin: the first one ends an octave further below
 _CHUNK = 1 << 22  # entries at a time
 _LIST_BYTES = 4 * 4 + 1  # of a pair: its column, before pairs are joined and after, row and place; its bucket
 

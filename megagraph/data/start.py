@@ -30,7 +30,7 @@ def bias_start(builder: Builder) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def bias_labels(options: BatchOptions) -> list[str]:
     """What each channel or bucket of a bias says of a pair of nodes, in a word."""
     if options.batching == "full":
-        classes = [f"2^-{c + 2}" for c in range(PAIR_CLASSES)]
+        classes = [*(f"above 2^-{c + 3}" for c in range(PAIR_CLASSES - 1)), "less"]
         near = [f"hop {h}, {c}" for h in range(1, options.hops + 1) for c in classes]
         listed = [f"listed, {c}" for c in classes] if options.top else []
         coarse = [*map(str, range(options.max_distance + 1)), "further"]

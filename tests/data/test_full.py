@@ -101,6 +101,16 @@ def test_pairs_and_buckets_are_those_of_their_definition(graph, hops, top):
                 assert index[row, column] == want
 
 
+@pytest.mark.parametrize(("size", "label"), [(2, "2^-3"), (5, "2^-3"), (9, "2^-4"), (300, "2^-9"), (520, None)])
+def test_labels_of_buckets_say_which_weights_are_in_them(size, label):
+    """Of a clique, whose A~ is 1 / size everywhere."""
+    chosen = options(top=0)
+    edges = np.stack(np.triu_indices(size, 1))
+    builder = prepare(Graph.from_arrays("clique", np.ones((size, 1)), edges, np.zeros(size, int)), chosen)
+    _, bucket = builder.structure.index.unique().tolist()
+    assert bias_labels(chosen)[bucket] == ("hop 1, less" if label is None else f"hop 1, above {label}")
+
+
 @settings(max_examples=20)
 @given(graph=random_graphs())
 def test_super_nodes_and_tokens_have_the_buckets_of_coarse_distances(graph):
