@@ -101,7 +101,8 @@ def _workload_of(run: Run, fitted: CostModel, path: Path) -> tuple[ModelConfig, 
     own = {name: getattr(config, name) for name in (*sizes, "model", "dtype")}
     own["full batches"] = config.batching == "full"
     if config.partitions == 1:  # nobody has noted how large a part of a graph is
-        nodes = {"ego": 1 + config.sample_nodes, "cluster": min(config.sequence_nodes, facts.nodes)}
+        most = {"ego": 1 + config.sample_nodes, "cluster": config.sequence_nodes}
+        nodes = {batching: min(number, max(2, facts.nodes)) for batching, number in most.items()}
         own["nodes of a sequence"] = nodes.get(config.batching, facts.nodes)
     profiled = {name: getattr(model, name) for name in sizes} | {"model": workload.model, "dtype": workload.dtype}
     profiled |= {"full batches": workload.pairs > 0, "nodes of a sequence": workload.num_nodes}

@@ -75,6 +75,10 @@ class Builder(ABC):
         rest = num_sequences * (layout.num_local * row_bytes + layout.num_columns + 8)
         return self.structure.num_bytes(num_sequences, self._bias_layout(layout, share)) + rest
 
+    def most(self, nodes: np.ndarray) -> int:
+        """More targets (ego) or sequences (cluster) than these are in no batch of ``nodes``, whatever its size."""
+        return 2 * self.graph.num_nodes // self.num_regular + 1  # any two in a row hold more than one could
+
     @abstractmethod
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """What the batches of an epoch, in which the labels of ``nodes`` count, are built from; ``rng`` shuffles."""

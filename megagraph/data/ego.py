@@ -18,7 +18,7 @@ class EgoBatches(Builder):
 
     The super nodes are the target's own, and of the others those with the largest entries in its row of the coarse
     adjacency; masked where there are fewer. A batch holds ``samples`` sequences of every target, those of one
-    target in a row. N = 1 + k + N_s.
+    target in a row. N = 1 + k + N_s; a graph of fewer than 1 + k nodes has only so many slots for them.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class EgoBatches(Builder):
         super().__init__(graph, coarsening, structure)
         self.pagerank = pagerank
         self.samples = options.samples
-        self.num_regular = 1 + options.sample_nodes
+        self.num_regular = min(1 + options.sample_nodes, max(2, graph.num_nodes))
         self.sequence_nodes = self.num_regular + options.num_super
         self._nearest = nearest_parts(coarsening.adjacency, options.num_super - options.global_tokens)
 
@@ -40,6 +40,9 @@ class EgoBatches(Builder):
         """Targets of every batch of an epoch: ``nodes`` in order, or shuffled by ``rng``."""
         order = nodes if rng is None else rng.permutation(nodes)
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+    def most(self, nodes: np.ndarray) -> int:
+        return len(nodes)
 
     def build(
         self, targets: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE

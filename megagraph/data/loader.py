@@ -50,7 +50,7 @@ class Loader:
         self._builder, self._nodes, self._batch_size = builder, nodes, batch_size
         self._seed, self._shuffle = seed, shuffle
         self._items: list[tuple[np.ndarray, np.random.SeedSequence]] = []  # what the current epoch is built from
-        ahead = max(1, PREFETCH_BYTES // builder.num_bytes(batch_size, share))  # batches
+        ahead = max(1, PREFETCH_BYTES // builder.num_bytes(min(batch_size, builder.most(nodes)), share))  # batches
         num_workers = min(num_workers, ahead)
         self._loader = DataLoader(
             _Batches(builder, nodes, share),

@@ -342,6 +342,20 @@ def test_channels_that_are_too_large_are_refused_before_the_first_batch(graph, m
         Loader(builder, np.arange(9), batch_size=3, seed=0, shuffle=True)
 
 
+@pytest.mark.parametrize("batching", ["ego", "cluster"])
+def test_batches_that_ask_for_more_than_there_is(graph, batching):
+    """Their bytes are those of batches that the graph can fill."""
+    chosen = dict(batching=batching, samples=2, sequence_nodes=128, sample_nodes=1000, super_nodes=8)
+    builder = prepared(graph, **chosen)
+    loader = Loader(builder, np.arange(3), batch_size=10**9, seed=0, shuffle=True)
+    (batch,) = loader.epoch(0)
+    assert len(batch.target_nodes) <= (2 if batching == "ego" else 1) * builder.most(np.arange(3))
+    assert builder.num_regular == (400 if batching == "ego" else 128)
+    if batching == "ego":
+        own = batch.target_nodes[:, 0]
+        assert sorted(own.tolist()) == [0, 0, 1, 1, 2, 2] and batch.key_padding_mask.shape == (6, 408)
+
+
 def test_evaluation_keeps_the_order_of_nodes(graph):
     loader = Loader(prepared(graph, samples=1), np.array([9, 3, 5]), batch_size=2, seed=0, shuffle=False)
     assert [batch.target_nodes[:, 0].tolist() for batch in loader.epoch(0)] == [[9, 3], [5]]
