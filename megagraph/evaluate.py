@@ -117,10 +117,13 @@ def as_graph(data: Any, config: TrainConfig) -> Graph:
 
 
 def same_graph(data: Any, config: TrainConfig) -> tuple[Graph, Split]:
-    """The graph and its split, on every rank; ValueError on all of them where they are not the same. Collective."""
+    """The graph to train on and its split, on every rank; ValueError on all of them where they are not the same, or
+    have fewer nodes than partitions. Collective."""
     graph = on_one_process_first(lambda: as_graph(data, config))
     split = on_every_rank(lambda: choose_split(graph, config))
     check_equal("the graph", checksums(graph) | checksums(split))
+    if config.partitions > graph.num_nodes:
+        raise ValueError(f"partitions must be at most {graph.num_nodes}, the nodes, got {config.partitions}")
     return graph, split
 
 

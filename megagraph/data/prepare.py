@@ -84,8 +84,6 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None) -> B
     num_clusters = -(-graph.num_nodes // cluster_size)
     _say(graph, f"{num_clusters:,} clusters")
     if options.batching == "full":
-        if options.partitions > graph.num_nodes:
-            raise ValueError(f"partitions must be at most {graph.num_nodes}, the nodes, got {options.partitions}")
         halves = min(1 << (num_clusters - 1).bit_length(), graph.num_nodes)
         costs = row_costs(np.diff(graph.indptr) + 1, options.num_super)
         clusters = nested_partition(graph, halves, costs)
@@ -98,7 +96,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None) -> B
         order = np.argsort(clusters, kind="stable")
         ends = np.flatnonzero(np.diff(clusters[order])) + 1
         most = max(options.partitions, len(ends) + 1) if options.partitions > 1 else 1
-        number = min(PIECES * options.partitions, most)
+        number = min(PIECES * options.partitions, most, graph.num_nodes)  # who predicts may have fewer nodes
         if options.shuffle_structure:  # pieces change places, or few of the pairs would be left in a step
             pieces = tuple(graph.num_nodes * piece // number for piece in range(number + 1))
             others = _other_nodes(np.split(order, pieces[1:-1]))

@@ -489,6 +489,13 @@ def test_training_takes_a_step_on_every_partition(tmp_path, graph):
     assert [line["loss"] for line in lines_of(config.out)[0]] == losses and len(losses) == 24
 
 
+def test_a_graph_of_fewer_nodes_than_partitions_is_predicted(tmp_path, graph):
+    _, config = train(tmp_path, graph, partitions=7, epochs=1)
+    x, edge_index = torch.from_numpy(graph.features[:5]), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+    small = Data(x=x, edge_index=edge_index)
+    np.testing.assert_array_equal(mg.predict(config.out, small), mg.predict(config.out, small, partitions=1))
+
+
 def test_evaluation_from_time_to_time_is_the_same_training(tmp_path, graph):
     changes = dict(partitions=2, epochs=7, checkpoint_every=9, keep=9)
     every, _ = train(tmp_path, graph, "every", **changes)
