@@ -29,7 +29,7 @@ def import_polars() -> Any:
 
 
 def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
-    """A file, these columns as words, by place or name."""
+    """A file as a table; the columns ``words``, by place or name, are read as words."""
     polars = import_polars()
     if not path.is_file():
         raise FileNotFoundError(
@@ -54,7 +54,7 @@ def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
 
 
 def _named(columns: Sequence[str], words: Sequence[int | str], path: Path) -> list[str]:
-    """Those of these columns, by place or name, that are there, each once."""
+    """Which columns ``words`` names, by place or name, of those that are there, each once."""
     needed = 1 + max((word for word in words if isinstance(word, int)), default=-1)
     if len(columns) < needed or (len(columns) == 1 and not {";", "\t"}.isdisjoint(columns[0])):
         raise ValueError(
@@ -75,7 +75,7 @@ def first_row(flags: pl.Series) -> int:
 def features_of(
     table: pl.DataFrame, num_nodes: int, known: tuple[Column, ...] | None, path: Path | None
 ) -> tuple[np.ndarray, tuple[Column, ...]]:
-    """float32 [V, d_in], and the columns that they come from."""
+    """Features float32 [V, d_in] of a table, and the columns that they come from."""
     if known is None:
         known = tuple(_column(table[name], path) for name in table.columns)
     elif {column.name for column in known} - set(table.columns):
@@ -113,7 +113,7 @@ def _column(given: pl.Series, path: Path | None) -> Column:
 
 
 def _mean_and_deviation(numbers: np.ndarray) -> tuple[float, float]:
-    """Of fp64 numbers of any size; 1 is the deviation of a constant."""
+    """Mean and deviation of fp64 numbers of any size; 1 is the deviation of a constant."""
     if numbers.min() == numbers.max():  # whose mean may be rounded
         return float(numbers[0]), 1.0
     _, exponent = np.frexp(np.abs(numbers).max())  # a power of two, which rounds nothing
@@ -149,7 +149,7 @@ def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | Non
 
 
 def _numbers(given: pl.Series) -> np.ndarray:
-    """fp64, nothing is NaN."""
+    """A column as fp64; nothing is NaN."""
     polars = import_polars()
     numbers: np.ndarray = given.cast(polars.Float64).fill_null(float("nan")).to_numpy()
     return numbers
