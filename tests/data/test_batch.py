@@ -235,10 +235,11 @@ def test_whole_clusters_are_packed_and_long_ones_cut(graph):
 
 
 @pytest.mark.parametrize("rng", [None, 0, 1])
-def test_clusters_without_inner_edges_are_in_one_sequence_each(rng):
+def test_clusters_without_inner_edges_are_in_one_sequence_each(rng, monkeypatch):
     """Leaves of a star know its middle alone."""
+    monkeypatch.setattr(ClusterBatches, "together", 0.9)
     star = make_graph(300, [(0, i) for i in range(1, 300)])
-    builder = prepared(star, batching="cluster", sequence_nodes=128, cluster_size=32, super_nodes=4, together=0.9)
+    builder = prepared(star, batching="cluster", sequence_nodes=128, cluster_size=32, super_nodes=4)
     sequences = np.concatenate(builder.plan(np.arange(300), 100, None if rng is None else np.random.default_rng(rng)))
     assert sorted(sequences[sequences >= 0]) == list(range(300))
 
