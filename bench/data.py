@@ -64,9 +64,9 @@ from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
 from megagraph.data.sample import ALPHA, known_nodes
 from megagraph.data.store import open_store
-from megagraph.epochs import make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import batches, choose_split, make_loader, make_model
 from megagraph.planner.plan import Plan
+from megagraph.train_step import make_optimizers, make_pipeline, train_step
 
 SEED, ROUNDS = 0, 5
 EPSILON, K = 1e-4, 14

@@ -43,10 +43,10 @@ from megagraph.attention.module import BiasedRingAttention
 from megagraph.config import TrainConfig
 from megagraph.data.batch import Batch, Share
 from megagraph.data.full import FullBatches, row_costs
-from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader, make_model
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner.plan import Plan
+from megagraph.train_step import make_optimizers, make_pipeline, own_share, train_step
 
 RANKS, WAYS, ROUNDS = (2, 4, 8), ("halo", "allgather", "ring", "ulysses"), 7
 CONFIG = TrainConfig(

@@ -314,7 +314,7 @@ DRAWN = (
         'if not all(isinstance(manifest[name], dict) for name in ("progress", "config")):',
     ),
     Mutant("load", "megagraph/state.py", "if not isinstance(value, Tensor):", "if isinstance(value, Tensor):"),
-    Mutant("make_pipeline", "megagraph/epochs.py", "stage.to(device, config.parameter_dtype)", "pass"),
+    Mutant("make_pipeline", "megagraph/train_step.py", "stage.to(device, config.parameter_dtype)", "pass"),
     Mutant(
         "_names",
         "megagraph/checkpoint.py",

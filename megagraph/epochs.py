@@ -1,4 +1,4 @@
-"""The training loop: stages and optimizers of a rank, one step of them, and what goes from one epoch to the next."""
+"""The training loop: what goes from one step and one epoch to the next."""
 
 from __future__ import annotations
 
@@ -11,131 +11,34 @@ from functools import partial
 from typing import Any, NoReturn, cast
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from megagraph.attention.dropout import dropout_keys
-from megagraph.attention.module import BiasedRingAttention
 from megagraph.checkpoint import Checkpoints
 from megagraph.config import AUTO, TrainConfig
-from megagraph.data.batch import Batch, Share
+from megagraph.data.batch import Batch
 from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.data.loader import Loader
 from megagraph.evaluate import class_probabilities, make_loader
 from megagraph.metrics import EpochLine
-from megagraph.models.transformer import GraphTransformer, is_bias
-from megagraph.objective import METRICS, choose_metric, loss_sum, measures, predicted, same_answer
+from megagraph.objective import METRICS, choose_metric, measures, predicted, same_answer
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
-from megagraph.parallel.embedding import NodeTable
 from megagraph.parallel.failure import phase
 from megagraph.parallel.mesh import (
     all_gather,
     found_everywhere,
     on_rank_zero,
     rank,
-    replicas_of,
-    sum_over_ranks,
 )
-from megagraph.parallel.pipeline import Pipeline, Stage
-from megagraph.parallel.replicate import clip_gradients, gather_tensors, replicate
+from megagraph.parallel.pipeline import Pipeline
+from megagraph.parallel.replicate import gather_tensors
 from megagraph.parallel.stop import Stop, Stopped
-from megagraph.planner.plan import Plan
 from megagraph.progress import Progress, log
 from megagraph.run import Run, State
 from megagraph.state import TrainingState, cause
 from megagraph.timeline import STEP, recorder
-
-
-def make_pipeline(
-    model: GraphTransformer, plan: Plan, mesh: DeviceMesh | None, device: torch.device, config: TrainConfig
-) -> Pipeline:
-    """This rank's stages of a model under a plan, gradients summed over their replicas."""
-    for module in model.modules():
-        if isinstance(module, BiasedRingAttention):
-            module.comm = plan.comm
-    own = plan.stages(model.config.layers)[0 if mesh is None else mesh.get_local_rank("pp") :: plan.pp]
-    stages = [Stage(model, layers, autocast=config.dtype == "bf16", checkpoint=plan.checkpoint) for layers in own]
-    for stage in stages:
-        stage.to(device, config.parameter_dtype)
-    table = None
-    if config.embedding == "learned" and stages[0].first:
-        table = NodeTable(model.config.in_features, config.dim, seed=config.seed, replicas=replicas_of(mesh))
-        table.to(device, config.parameter_dtype)
-    modules = [replicate(stage, mesh, shard=plan.shard) for stage in stages]
-    return Pipeline(stages, modules, plan, mesh, table, captured=config.cuda_graphs)
-
-
-def own_share(plan: Plan, mesh: DeviceMesh | None) -> Share:
-    """The part of every global batch that this rank builds."""
-    if mesh is None:
-        return Share(num_microbatches=plan.num_microbatches)
-    dp_rank, cp_rank = mesh.get_local_rank("dp"), mesh.get_local_rank("cp")
-    return Share(
-        dp_rank=dp_rank,
-        dp=plan.dp,
-        weights=plan.shares,
-        cp_rank=cp_rank,
-        cp=plan.cp,
-        num_microbatches=plan.num_microbatches,
-        embeds=mesh.get_local_rank("pp") == 0,
-        whole_bias=plan.comm == "ulysses",
-    )
-
-
-def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """AdamW for the layers, SparseAdam for the table of a learned embedding.
-
-    The learned parts of biases are a group of their own, without decay and at a rate of their own.
-    """
-    rate, named = config.learning_rate, pipeline.named_parameters().items()
-    weights = {"params": [p for name, p in named if not is_bias(name)], "scale": 1.0}
-    biases = {"params": [p for name, p in named if is_bias(name)], "scale": config.bias_lr_scale}
-    groups = [
-        weights | {"lr": rate, "weight_decay": config.weight_decay},
-        biases | {"lr": rate * config.bias_lr_scale, "weight_decay": 0.0},
-    ]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, fused=True)]
-    if pipeline.table is not None:
-        optimizers.append(torch.optim.SparseAdam(pipeline.table.parameters()))
-    return optimizers
-
-
-def train_step(
-    pipeline: Pipeline,
-    optimizers: list[torch.optim.Optimizer],
-    batch: Batch,
-    dropout_key: Tensor,
-    clip_norm: float,
-    stop: Stop | None = None,
-) -> tuple[float, float]:
-    """One step of all optimizers on this rank's share of a global batch: the global loss, and its gradient's norm.
-
-    Where one of the two is not finite, nothing has changed.
-
-    Args:
-        stop: learns whether any rank was asked to leave.
-    """
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    loss = pipeline.backward(batch, dropout_key, loss_sum)
-    phase("optimizer")
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    with record_function("optimizer"):
-        norm = clip_gradients(parameters, clip_norm, pipeline.mesh)
-        sums = torch.stack([loss.double(), loss.new_tensor(stop is not None and stop.asked).double()])
-        if pipeline.mesh is not None:
-            sums = sum_over_ranks(sums)
-        # waits for the device, so the step's time is all of it
-        total, asked, gradient_norm = torch.cat([sums, norm.double().to(sums.device)[None]]).tolist()
-        if stop is not None:
-            stop.leave = asked > 0
-        if math.isfinite(total + gradient_norm):
-            for optimizer in optimizers:
-                optimizer.step()
-    return total, gradient_norm
+from megagraph.train_step import make_optimizers, own_share, schedule, train_step
 
 
 class Epochs:
@@ -454,11 +357,3 @@ def _waiting_for(batches: Iterable[Batch]) -> Iterator[Batch]:
         if batch is None:
             return
         yield batch
-
-
-def schedule(step: float, total_steps: float, warmup: float) -> float:
-    """Factor on the peak learning rate: linear from 0 over the warm-up steps, then linear down to 0."""
-    warmup_steps = warmup * total_steps
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    return (total_steps - step) / max(total_steps - warmup_steps, 1)

@@ -22,7 +22,7 @@ from megagraph.data.cluster import ClusterBatches
 from megagraph.data.ego import EgoBatches
 from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
-from megagraph.epochs import Epochs, make_pipeline
+from megagraph.epochs import Epochs
 from megagraph.evaluate import batches, graph_facts, make_model, model_config_of, num_parameters, same_graph, unread
 from megagraph.flags import in_words
 from megagraph.history import History
@@ -51,6 +51,7 @@ from megagraph.planner.plan import Plan
 from megagraph.progress import log
 from megagraph.provenance import start_of_run
 from megagraph.run import Run, State, is_restart, launch, restarted
+from megagraph.train_step import make_pipeline
 from megagraph.weights import fill, read_weights
 
 

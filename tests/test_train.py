@@ -23,9 +23,9 @@ from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Split
 from megagraph.data.store import write_store
 from megagraph.dry_run import dry_run
-from megagraph.epochs import schedule
 from megagraph.evaluate import choose_split, unread
 from megagraph.run import Run
+from megagraph.train_step import make_pipeline, schedule
 from tests import processes
 from tests.processes import Command
 
@@ -117,7 +117,7 @@ def test_same_seed_same_losses_for_any_number_of_workers(tmp_path, graph):
 def test_biases_learn_at_a_rate_of_their_own_and_do_not_decay(tmp_path, graph, scale):
     """AdamW's first step is of the size of the rate, whatever the gradient; decay takes its share of a weight."""
     started = {}
-    make = epochs.make_pipeline
+    make = make_pipeline
 
     def recorded(model, *arguments):
         started.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})

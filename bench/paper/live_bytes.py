@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves
 from megagraph.attention.dropout import dropout_keys
 from megagraph.config import TrainConfig
 from megagraph.data.graph import Graph
-from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner import Workload
+from megagraph.train_step import make_optimizers, make_pipeline, own_share, train_step
 
 CPU = torch.device("cpu")
 TRACKED_STEPS = 2  # the first makes what stays

@@ -42,13 +42,13 @@ from megagraph.config import TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
-from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import batches, make_loader
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.parallel.mesh import make_mesh
 from megagraph.planner import CostModel, fit, search
 from megagraph.planner.fitting import mape
 from megagraph.planner.plan import Plan
+from megagraph.train_step import make_optimizers, make_pipeline, own_share, train_step
 
 RANKS, LAYERS, SEQUENCES = 2, 8, 16
 ROUNDS, FINAL_ROUNDS, PROFILE_SECONDS = sized((9, 15, 60.0), quick=(2, 1, 8.0))

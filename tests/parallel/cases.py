@@ -27,13 +27,13 @@ from megagraph.data.batch import Batch, Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
-from megagraph.epochs import make_optimizers, make_pipeline, own_share, train_step
 from megagraph.evaluate import class_probabilities, make_loader, make_model, same_graph
 from megagraph.objective import loss_sum, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, check_same_run, make_mesh, on_every_rank, on_rank_zero
 from megagraph.parallel.replicate import gather_tensors
 from megagraph.planner.profile import profile
+from megagraph.train_step import make_optimizers, make_pipeline, own_share, train_step
 
 LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 3, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)]
 BATCHINGS = ("ego", "cluster")

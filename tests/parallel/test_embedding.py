@@ -14,10 +14,10 @@ from megagraph.attention.dropout import dropout_keys
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
-from megagraph.epochs import make_optimizers, make_pipeline, train_step
 from megagraph.evaluate import make_loader, make_model
 from megagraph.objective import loss_sum
 from megagraph.parallel.embedding import _DRAWN_ROWS, NodeTable, _initial_rows
+from megagraph.train_step import make_optimizers, make_pipeline, train_step
 
 CONFIG = mg.TrainConfig(
     embedding="learned", layers=2, dim=16, ffn_dim=16, heads=2, dtype="fp64", device="cpu", clip_norm=0.01
