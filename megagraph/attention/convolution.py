@@ -38,7 +38,7 @@ def convolve(
     local = [Neighbours(plan.relation, plan.ordered(own.weights)) for plan, own in zip(plans, neighbours, strict=True)]
 
     def multiply(xs: Sequence[Tensor]) -> list[Tensor]:
-        leaving = [x[torch.cat(plan.rows)] for x, plan in zip(xs, plans, strict=True)]
+        leaving = [x[plan.rows] for x, plan in zip(xs, plans, strict=True)]
         received = exchange.trade(leaving, going, coming)()
         return _products(local, [torch.cat(both) for both in zip(xs, received, strict=True)])
 

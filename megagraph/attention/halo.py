@@ -34,20 +34,17 @@ class Halo:
         pairs: int64 [P], which pair of the rank's relation each of these is.
         column_ids: int32 [S + h], the global column of each.
         coming: rows that come from each rank, h in all.
-        rows: of each rank, int64 [.], those of its rows here that it names.
+        going: rows that go to each rank, g in all.
+        rows: int64 [g], which of the rows here they are, by rank.
     """
 
     relation: Relation
     pairs: Tensor
     column_ids: Tensor
     coming: list[int]
-    rows: list[Tensor]
+    going: list[int]
+    rows: Tensor
     _ordered: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # of data: (version, data)
-
-    @property
-    def going(self) -> list[int]:
-        """Number of rows that go to each rank."""
-        return [len(rows) for rows in self.rows]
 
     @property
     def segments(self) -> Segments:
@@ -99,7 +96,7 @@ def plan(exchange: Exchange, layouts: list[NodeLayout], relations: list[Relation
     asked = exchange.trade([x.to(device) for x, device in zip(named, devices, strict=True)], counts, sent)()
     halos = []
     for (layout, relation), ids, of_ranks, to_ranks, nodes in zip(keys, named, counts, sent, asked, strict=True):
-        halo = _halo(layout, relation, ids, of_ranks, (nodes - layout.block().start).split(to_ranks))
+        halo = _halo(layout, relation, ids, of_ranks, to_ranks, nodes - layout.block().start)
         _plans.setdefault(relation, {})[layout] = halo
         halos.append(halo)
     return halos
@@ -115,7 +112,9 @@ def _named(layout: NodeLayout, relation: Relation) -> Tensor:
     return away.nonzero()[:, 0]
 
 
-def _halo(layout: NodeLayout, relation: Relation, named: Tensor, coming: list[int], rows: tuple[Tensor, ...]) -> Halo:
+def _halo(
+    layout: NodeLayout, relation: Relation, named: Tensor, coming: list[int], going: list[int], rows: Tensor
+) -> Halo:
     device = relation.columns.device
     column_ids = torch.cat([layout.row_ids(torch.device("cpu")), named])
     local = torch.empty(relation.num_columns, dtype=torch.int64, device="cpu")
@@ -127,7 +126,7 @@ def _halo(layout: NodeLayout, relation: Relation, named: Tensor, coming: list[in
     pairs = (relation.rows() * len(column_ids) + columns).argsort()  # by row, as before, and by the new column
     sequences, starts = relation.shape[0], relation.row_starts.cpu()
     ordered = Relation.of_rows(starts, columns[pairs].int(), len(column_ids), sequences)
-    return Halo(ordered.to(device), pairs.to(device), column_ids.int().to(device), coming, list(rows))
+    return Halo(ordered.to(device), pairs.to(device), column_ids.int().to(device), coming, going, rows)
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,8 @@ class HaloWay:
         for rank, sums in zip(ranks, own, strict=True):
             fold_back(rank, rank.steps, rank.k, rank.v, sums)
         for halo, sums, home in zip(self.halos, own, wait(arriving), strict=True):
-            for rows, part in zip(halo.rows, home.split(halo.going), strict=True):  # a row at most once of each rank
+            parts = (x.split(halo.going) for x in (halo.rows, home))
+            for rows, part in zip(*parts, strict=True):  # a row at most once of each rank: no order to be lost
                 dk, dv = part.movedim(0, 3)
                 sums.dk.index_add_(2, rows, dk)
                 sums.dv.index_add_(2, rows, dv)
@@ -167,5 +167,4 @@ class HaloWay:
 
 def _message(rank: Rank, halo: Halo) -> Tensor:
     """[n, 2, B, H, D], the rows of k and v that go, by rank."""
-    rows = torch.cat(halo.rows)
-    return torch.stack([rank.k[:, :, rows], rank.v[:, :, rows]]).movedim(3, 0).contiguous()
+    return torch.stack([x.movedim(2, 0)[halo.rows] for x in (rank.k, rank.v)], dim=1)

@@ -95,7 +95,7 @@ def test_a_halo_has_just_what_pairs_name():
     halos = plan(Loopback(), layouts, relations)
     assert [halo.column_ids[4:].tolist() for halo in halos] == [[4, 11], [3, 8], [7]]
     assert [halo.coming for halo in halos] == [[0, 1, 1], [1, 0, 1], [0, 1, 0]]
-    assert [[rows.tolist() for rows in halo.rows] for halo in halos] == [
+    assert [[rows.tolist() for rows in halo.rows.split(halo.going)] for halo in halos] == [
         [[], [3], []],
         [[0], [], [3]],
         [[3], [0], []],
