@@ -50,7 +50,8 @@ def evaluate(
 
     Raises:
         FileNotFoundError: ``run`` is not the folder of a finished run.
-        ValueError: the run has no such part, or, as for ``predict``, does not fit.
+        ValueError: the run has no such part, the graph has classes that the model does not know, or, as for
+            ``predict``, it does not fit.
 
     Examples:
         >>> small = {"layers": 1, "dim": 16, "heads": 2, "batching": "cluster", "sequence_nodes": 128}

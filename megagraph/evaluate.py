@@ -289,6 +289,7 @@ _INPUT_FIELDS = (  # what the numbers mean that a model reads, beside those of i
     "model", "batching", "bias_form", "channels", "max_distance", "hops", "top", "propagate", "degree_input",
     "label_input",
 )  # fmt: skip
+_OF_TRAINING = ("bias", "init", "dropout", "input_dropout", "attention_dropout")  # bias: bias_form says what is read
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
@@ -296,10 +297,12 @@ def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
     if unknown := sorted(changes.keys() - {field.name for field in fields(TrainConfig)}):
         raise ValueError(f"expected fields of TrainConfig to change, got {', '.join(unknown)}")
     changed = replace(config, **changes)
-    of_the_model = {field.name for field in fields(ModelConfig) if hasattr(config, field.name)} - {"bias"}
-    for name in sorted(of_the_model.union(_INPUT_FIELDS)):
+    of_the_model = (field.name for field in fields(ModelConfig) if hasattr(config, field.name))
+    idle = {*_OF_TRAINING, *unread(config), *unread(changed)}
+    for name in dict.fromkeys((*_INPUT_FIELDS, *of_the_model)):
         own, other = getattr(config, name), getattr(changed, name)
-        if own != other:
+        if own != other and name not in idle:
+            name = name.removesuffix("_form")
             raise ValueError(f"{name} must stay {own!r}, as the model was trained with it, got {other!r}")
     return changed
 

@@ -167,13 +167,14 @@ def test_a_graph_that_was_handed_over_is_asked_for(tmp_path, use):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(hops=2), "hops must stay 1, as the model was trained with it, got 2"),
+        (dict(channels=3), "channels must stay 2, as the model was trained with it, got 3"),
+        (dict(model="graphormer"), "model must stay 'hierarchical'"),
         (dict(batching="cluster"), "batching must stay 'ego'"),
-        (dict(bias="bucket"), "bias_form must stay 'projected'"),
+        (dict(bias="bucket"), "bias must stay 'projected'"),
         (dict(global_tokens=0), "global_tokens must stay 1"),
         (dict(layers=9), "layers must stay "),
         (dict(nonsense=1), "expected fields of TrainConfig to change, got nonsense"),
-        (dict(samples=1, bias="projected", batch_size=7, super_nodes=3), None),
+        (dict(samples=1, bias="projected", batch_size=7, super_nodes=3, hops=2, dropout=0.1, init="xavier"), None),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

@@ -107,7 +107,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             the result, and ``None`` in place of the weights.
 
         Raises:
-            ValueError: what these say does not hold.
+            ValueError: what these say does not hold. Numbers other than 0 and -inf in a ``key_padding_mask`` on a GPU
+                are an assertion of the device, as the host would have to wait for them.
         """
         if need_weights:
             raise ValueError("need_weights must be False, got True: the weights never exist as a whole")

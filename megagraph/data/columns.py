@@ -50,7 +50,9 @@ def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
     except (polars.exceptions.PolarsError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a table with a line of names, got {path}: {error}") from error
     except OSError as error:  # of Rust: names no file
-        raise ValueError(f"expected a whole table, got {path}, which cannot be read: {error}; make it again") from error
+        raise ValueError(
+            f"expected a whole table, got {path}, which cannot be read: {error}; make it anew, or readable"
+        ) from error
 
 
 def _named(columns: Sequence[str], words: Sequence[int | str], path: Path) -> list[str]:
@@ -137,7 +139,7 @@ def _encode(given: pl.Series, column: Column, into: np.ndarray, path: Path | Non
             raise ValueError(
                 f"expected finite numbers in column {column.name} of {path}, got {numbers[at]:g} in row {at + 2}, of "
                 f"which no feature can be made (mean {column.mean:g}, deviation {column.deviation:g}); take it away, "
-                f"scale the column, or leave it out with --drop {column.name}"
+                "or scale the column of the first graph"
             )
     else:
         found = given.cast(polars.String).cast(polars.Enum(column.values), strict=False).to_physical()

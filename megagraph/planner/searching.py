@@ -430,12 +430,11 @@ def _why_nothing_fits(
     heavy = [candidate for candidate in candidates if candidate.pruned == "memory"]
     if heavy:
         lightest = min(heavy, key=lambda candidate: candidate.peak_bytes)
-        plan = lightest.plan
         return (
             f"no plan of {world_size} processes fits {in_words(limits.min())} with {HEADROOM:.0%} headroom: the "
-            f"lightest, {plan}, needs {in_words(lightest.peak_bytes)} on its heaviest rank, and has no room on rank "
-            f"{lightest.tightest}; start more processes, lower the batch size ({given.batch_sequences} sequences), or "
-            "raise the limit"
+            f"lightest, {lightest.plan}, needs {in_words(lightest.peak_bytes)} on its heaviest rank, and has no room "
+            f"on rank {lightest.tightest} of a pipeline; start more processes, lower the batch size "
+            f"({given.batch_sequences} sequences), or raise the limit"
         )
     reasons = {
         "batch": f"dp * num_microbatches must be at most the batch of {given.batch_sequences} sequences",

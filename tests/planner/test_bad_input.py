@@ -140,7 +140,7 @@ BAD = {
     "too little memory": (
         searched(memory_limit_bytes=1e6),
         r"no plan of 4 processes fits 0.95 MiB with 8% headroom: the lightest, pp .*, needs .* [GM]iB on its heaviest "
-        r"rank, and has no room on rank \d; start more processes, lower the batch size",
+        r"rank, and has no room on rank \d of a pipeline; start more processes, lower the batch size",
     ),
     "fixed": (searched(fixed={"tp": 2}), r"fixed must name fields of .*, got \['tp'\]"),
     "heads": (
