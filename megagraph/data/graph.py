@@ -12,6 +12,8 @@ import torch
 import xxhash
 
 from megagraph.data.names import Names
+from megagraph.flags import listed
+from megagraph.progress import log
 
 MAX_CLASSES = 1 << 24
 PARTS = ("train", "val", "test")
@@ -196,6 +198,8 @@ class Graph:
                 check_unweighted(f"data.{key}", _attribute(data, key))
         masks = [key for part in PARTS if getattr(data, key := f"{part}_mask", None) is not None]
         split = None
+        if 0 < len(masks) < len(PARTS):
+            log.warning(f"the split of {name} is left aside: it has {listed(masks)}, and not one for each of its parts")
         if len(masks) == len(PARTS):
             split = Split(*(_nodes_in(data, key, num_nodes, seed) for key in masks))
         return cls.from_arrays(name, x, edge_index, y, split)
@@ -216,7 +220,7 @@ class Graph:
             y = _several_labels(y)
         elif y.ndim != 1:
             raise ValueError(f"expected labels of shape [V], or [V, C] for several a node, got {list(y.shape)}")
-        elif not np.issubdtype(y.dtype, np.integer):
+        elif y.dtype.kind not in "biu":
             raise ValueError(
                 f"expected integer labels, got {y.dtype}; number the classes 0, 1, ... and use -1 for none. Numbers to "
                 "predict (regression) are not supported: cut them into classes"
@@ -311,8 +315,8 @@ def _attribute(data: Any, key: str) -> Any:
     value = getattr(data, key, None)
     if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"expected data.{key} to be a tensor, got {type(value).__name__}; a graph needs x and edge_index, and y to "
-            "train on"
+            f"expected data.{key} to be a tensor, got {type(value).__name__} of a {type(data).__name__}; a graph needs "
+            "x and edge_index, and y to train on (of adj_t make edge_index, of a HeteroData a Data: to_homogeneous)"
         )
     dense = value.layout == torch.strided
     if value.is_floating_point() and value.dtype not in ((torch.float16,) if dense else ()) + _FLOATS:

@@ -131,6 +131,14 @@ def test_from_data_takes_a_pyg_data():
         assert unlabelled.labels.tolist() == [-1, -1] and unlabelled.num_classes == 0
 
 
+def test_classes_may_be_booleans_and_a_split_must_be_whole(caplog):
+    masks = {f"{part}_mask": torch.tensor([True, False, False, False]) for part in ("train", "test")}
+    graph = Graph.from_data(data(y=torch.tensor([True, False, True, False]), **masks))
+    assert graph.labels.tolist() == [1, 0, 1, 0] and graph.num_classes == 2 and graph.split is None
+    said = "the split of graph is left aside: it has train_mask, test_mask, and not one for each of its parts"
+    assert said in caplog.messages
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
 @pytest.mark.parametrize("form", ["to_dense", "to_sparse", "to_sparse_csr"])
 def test_features_of_any_dtype(dtype, form):
@@ -148,7 +156,10 @@ NAN_ROW = torch.tensor([[1.0], [float("inf")], [float("nan")], [0.0]])
     [
         ({"x": [[1.0]] * 4}, "expected data.x to be a tensor, got list"),
         ({"y": [0, 1, 0, 1]}, "expected data.y to be a tensor, got list"),
-        ({"edge_index": None}, "expected data.edge_index to be a tensor, got NoneType"),
+        (
+            {"edge_index": None},
+            "expected data.edge_index to be a tensor, got NoneType of a SimpleNamespace; a graph needs",
+        ),
         ({"x": torch.ones(0, 2), "y": torch.ones(0).long(), "edge_index": torch.ones(2, 0).long()}, "empty graph"),
         ({"edge_index": torch.ones(2, 3).long()}, "expected a graph with edges, got none"),
         ({"edge_index": torch.tensor([[0, 1], [1, 4]])}, "expected edge_index in 0..3, got 0..4"),
