@@ -36,8 +36,8 @@ _MAX_SECONDS = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train; every field is a flag of ``megagraph train``, and its value is checked here: ValueError names what
-    is wrong. A value of another type, such as ``layers="4"``, may end in a TypeError."""
+    """How to train; every field is a flag of ``megagraph train``, and its type and value are checked here: ValueError
+    names what is wrong. NumPy's scalars become Python's, strings paths, and paths strings, as the field has them."""
 
     dataset: str = "synthetic"
     """synthetic, citeseer, cora, pubmed, dblp, computers, photo, cs, physics, actor, chameleon, squirrel, roman-empire,
@@ -220,9 +220,9 @@ class TrainConfig:
     """Seconds that a process waits for the others, also for one that downloads the data; then all end."""
 
     def __post_init__(self) -> None:
-        for name in ("root", "out", "resume", "weights"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
+        if isinstance(self.plan, Plan):
+            raise ValueError(f"plan must be words such as 2,1,1 or a file, got a Plan, {self.plan}; call with_plan(it)")
+        files.check_fields(self)
         if self.plan.endswith(".json"):
             self._take_plan_file()
         self._check_numbers()

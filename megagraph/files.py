@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, BinaryIO, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import xxhash
 from typeguard import TypeCheckError, check_type
@@ -172,14 +173,12 @@ def typed(kind: type[T], values: Any, what: str) -> T:
     """
     hints = get_type_hints(kind)
     if not isinstance(values, dict) or not values.keys() <= hints.keys():
-        got = repr(values)
-        got = got if len(got) <= 200 else f"{got[:200]}..."
-        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {got}")
+        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {_short(values)}")
     fields = {name: _as_hinted(hints[name], value) for name, value in values.items()}
     made = error = None
     try:
         made = kind(**fields)
-    except (TypeError, AttributeError, OverflowError) as caught:  # a type that the checks of its values do not expect
+    except (WrongType, TypeError, AttributeError, OverflowError) as caught:  # its checks of values may not expect it
         error = caught
     for name, value in fields.items():
         of_type(hints[name], value, what, name)
@@ -191,7 +190,7 @@ def typed(kind: type[T], values: Any, what: str) -> T:
 def of_type(hint: Any, value: Any, what: str, name: str) -> Any:
     """A value of a JSON object, a path or tuple where these are hinted; ValueError if it is of another type."""
     value = _as_hinted(hint, value)
-    if isinstance(value, bool) and bool not in (hint, *get_args(hint)):  # Python's bool is an int
+    if _is_odd_bool(hint, value):
         raise ValueError(f"expected {what} whose {name} is right, got {value!r}: it is {_none_of(hint)}")
     try:
         check_type(value, hint)
@@ -201,20 +200,72 @@ def of_type(hint: Any, value: Any, what: str, name: str) -> Any:
     return value
 
 
+class WrongType(ValueError):
+    """A field of a dataclass is not of the type that it has there."""
+
+
+def check_fields(made: Any) -> None:
+    """Raise WrongType where a field of a dataclass is of another type than its hint, or none of the words that it has.
+
+    Before, where the hint has these, NumPy's scalars become Python's, lists tuples, strings paths, and paths strings.
+    """
+    for name, hint in get_type_hints(type(made)).items():
+        given = getattr(made, name)
+        if type(given) is hint:
+            continue
+        value = _as_hinted(hint, _of_python(given))
+        try:
+            check_type(value, hint)
+        except TypeCheckError as wrong:
+            raise WrongType(f"{name} must be {_some_of(hint)}, got {_short(given)}") from wrong
+        if _is_odd_bool(hint, value):
+            raise WrongType(f"{name} must be {_some_of(hint)}, got {_short(given)}")
+        if value is not given:
+            object.__setattr__(made, name, value)  # it may be frozen
+
+
+def _of_python(value: Any) -> Any:
+    numpy = sys.modules.get("numpy")  # who has not imported it has none of its scalars
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
+def _is_odd_bool(hint: Any, value: Any) -> bool:
+    """Python's bool is an int, and would pass as one."""
+    return isinstance(value, bool) and bool not in (hint, *get_args(hint))
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+
+
+def _some_of(hint: Any) -> str:
+    """The words, or the types, of a hint."""
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    return " or ".join(_kinds(hint, "None"))
+
+
 def _is_union(hint: Any) -> bool:
     return get_origin(hint) in (Union, UnionType)
 
 
 def _none_of(hint: Any) -> str:
     """That a value has none of these types, in words."""
-    kinds = get_args(hint) if _is_union(hint) else (hint,)
-    words = ["nothing" if kind is NoneType else str(kind) if get_args(kind) else kind.__name__ for kind in kinds]
+    words = _kinds(hint, "nothing")
     return f"no {words[0]}" if len(words) == 1 else f"neither {' nor '.join(words)}"
+
+
+def _kinds(hint: Any, none: str) -> list[str]:
+    kinds = get_args(hint) if _is_union(hint) else (hint,)
+    return [none if kind is NoneType else str(kind) if get_args(kind) else kind.__name__ for kind in kinds]
 
 
 def _as_hinted(hint: Any, value: Any) -> Any:
     if isinstance(value, str) and Path in (hint, *get_args(hint)):
         return Path(value)
+    if isinstance(value, Path) and hint is str:
+        return str(value)
     return tuple(value) if isinstance(value, list) and get_origin(hint) is tuple else value
 
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +210,20 @@ def taken(tmp_path):
 
 
 BAD_RUNS = {
+    "layers in a string": (dict(layers="4"), ValueError, "layers must be int, got '4'"),
+    "layers in a bool": (dict(layers=True), ValueError, "layers must be int, got True"),
+    "epochs in a float": (dict(epochs=2.0), ValueError, "epochs must be int, got 2.0"),
+    "epochs in NumPy's float": (dict(epochs=np.float32(2)), ValueError, r"epochs must be int, got .*2\.0"),
+    "layers in an array": (dict(layers=np.array([2])), ValueError, r"layers must be int, got array\(\[2\]\)"),
+    "no clip": (dict(clip_norm=None), ValueError, "clip_norm must be float, got None"),
+    "no loaders": (dict(workers=None), ValueError, "workers must be int, got None"),
+    "checkpoint in a number": (dict(checkpoint=1), ValueError, "checkpoint must be bool, got 1"),
+    "weights in a number": (dict(weights=3), ValueError, "weights must be Path or None, got 3"),
+    "no such split": (dict(split="publik"), ValueError, "split must be random or public, got 'publik'"),
+    "no such dtype": (dict(dtype="bfloat16"), ValueError, "dtype must be fp32 or bf16 or fp64, got 'bfloat16'"),
+    "no such model": (dict(model="gt"), ValueError, "model must be hierarchical or graphormer, got 'gt'"),
+    "no such embedding": (dict(embedding="none"), ValueError, "embedding must be features or learned, got 'none'"),
+    "plan in an object": (dict(plan=mg.Plan()), ValueError, r"plan must be .*, got a Plan.* with_plan\(it\)"),
     "heads": (dict(heads=3), ValueError, "heads must divide dim = 16, got 3"),
     "initial values": (dict(init="large"), ValueError, "init must be small or xavier, got 'large'"),
     "epochs": (dict(epochs=0), ValueError, "epochs must be at least 1, got 0"),
@@ -281,6 +295,34 @@ def test_bad_run(tmp_path, case):
     with pytest.raises(error, match=message):
         mg.Trainer(config(tmp_path, **changes)).fit()
     assert not (tmp_path / "run" / "model.json").exists()
+
+
+def test_scalars_of_numpy_are_taken():
+    """As a sweep over np.arange gives them."""
+    sweep = dict(
+        layers=np.int64(2),
+        heads=np.int64(2),
+        batch_size=np.int32(4),
+        seed=np.int64(3),
+        max_steps=np.uint8(1),
+        dropout=np.float32(0.25),
+        learning_rate=np.float64(1e-3),
+        degree_input=np.bool_(True),
+        split=np.str_("public"),
+    )
+    taken = mg.TrainConfig(**sweep)
+    for name, value in sweep.items():
+        assert getattr(taken, name) == value and type(getattr(taken, name)) is type(value.item()), name
+    model = taken.model_config(in_features=np.int64(8), num_classes=3, bias_size=2)
+    assert type(model.in_features) is type(model.layers) is int
+    assert mg.TrainConfig.from_json(json.loads(json.dumps(asdict(taken), default=str))) == taken
+
+
+def test_paths_are_taken_where_words_are(tmp_path):
+    plan = mg.Plan(pp=2, num_microbatches=2)
+    plan.save(tmp_path / "plan.json")
+    taken = mg.TrainConfig(plan=tmp_path / "plan.json", dataset=tmp_path / "graph.npz", out=str(tmp_path), dropout=0)
+    assert taken.parallel_plan() == plan and taken.dataset == str(tmp_path / "graph.npz") and taken.out == tmp_path
 
 
 def test_bad_prediction(tmp_path, graph):

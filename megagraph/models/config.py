@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megagraph import files
 from megagraph.data.options import BatchOptions
@@ -45,7 +45,8 @@ class ModelConfig:
         dropout, input_dropout, attention_dropout: probabilities in [0, 1).
 
     Raises:
-        ValueError: a size or probability out of its range, or ``heads`` does not divide ``dim``.
+        ValueError: a field of another type, a size or probability out of its range, or ``heads`` does not divide
+            ``dim``.
 
     Examples:
         >>> mg.ModelConfig(in_features=10, num_classes=3).layers
@@ -74,13 +75,12 @@ class ModelConfig:
     attention_dropout: float = 0.5
 
     def __post_init__(self) -> None:
+        files.check_fields(self)
         for name in ("in_features", "num_classes", "layers", "dim", "ffn_dim", "heads", "bias_size", "max_degree"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
             if getattr(self, name) > (most := _AT_MOST.get(name, (1 << 31) - 1)):
                 raise ValueError(f"{name} must be at most {most}, got {getattr(self, name)}")
-        if self.init not in get_args(Init):
-            raise ValueError(f"init must be {' or '.join(get_args(Init))}, got {self.init!r}")
         if self.dim % self.heads:
             raise ValueError(f"heads must divide dim = {self.dim}, got {self.heads}")
         if not 0 <= self.global_tokens < 1 << 31:

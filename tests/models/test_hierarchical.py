@@ -252,6 +252,9 @@ def test_initial_values(init):
     ("changes", "message"),
     [
         (dict(heads=3), "heads must divide dim = 16, got 3"),
+        (dict(bias="buckets"), "bias must be projected or bucket, got 'buckets'"),
+        (dict(embedding="x"), "embedding must be features or learned, got 'x'"),
+        (dict(layers=True), "layers must be int, got True"),
         (dict(init="zero"), "init must be small or xavier, got 'zero'"),
         (dict(layers=0), "layers must be at least 1, got 0"),
         (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
