@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -103,7 +104,13 @@ class Relation:
             ValueError: not such tensors, no pair, columns that are not ascending and distinct within 0..N - 1, or more
                 pairs than 32-bit numbers tell apart.
         """
-        parts = [given] if isinstance(given, Tensor) else list(given)
+        read = cls._read
+        if "torch._dynamo" in sys.modules:  # whose import takes seconds; where it is missing nothing compiles
+            read = torch.compiler.disable(read)  # or the checks, NumPy's, are traced, and read what is not there
+        return read(name, [given] if isinstance(given, Tensor) else list(given))
+
+    @classmethod
+    def _read(cls, name: str, parts: list[Tensor]) -> tuple[Relation, Tensor]:
         _check_parts(name, parts)
         _check_count(name, sum(part._nnz() for part in parts))
         lists = [(part.crow_indices().cpu(), part.col_indices().cpu()) for part in parts]

@@ -13,7 +13,7 @@ import megagraph as mg
 from megagraph.attention.bias import BorderedData, BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.operator import _attention, make_step
-from megagraph.attention.relation import Relation
+from megagraph.attention.relation import Relation, _check_lists
 from tests.problems import (
     CLOSE,
     DEVICE,
@@ -285,6 +285,18 @@ def test_compiled_code_takes_a_bias_that_was_built_before():
         torch.compile(lambda q: mg.biased_attention(q, q, q, BucketBias(index, given.bias.table)), fullgraph=True)(
             given.q
         )
+
+
+def test_checks_of_a_sparse_bias_built_in_compiled_code_are_not_compiled():
+    index = csr(torch.zeros(1, 23, 23, dtype=torch.uint8), present("hub", 1, 23, 23))
+    q, table = torch.randn(1, 2, 23, 4), torch.randn(2, 7)
+
+    def attend(q, index):
+        return mg.biased_attention(q, q, q, BucketBias(index, table))
+
+    torch.testing.assert_close(torch.compile(attend, backend="aot_eager")(q, index), attend(q, index))
+    for function in (_check_lists, Relation._checked, Relation.of_rows):
+        assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
 
 
 def with_lists(columns, starts=(0, 2, 3), size=(2, 4), values=None):
