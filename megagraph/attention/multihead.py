@@ -27,7 +27,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         impl: see [megagraph.biased_attention][].
 
     Attributes:
-        attn_bias: a bias class or a float tensor [B or 1, H or 1, M, N], or ``None``.
+        attn_bias: a bias class or a float tensor [B or 1, H or 1, M, N], or ``None``. A parameter is registered on the
+            module that owns it, and wrapped here: ``mg.DenseBias(parameter)``.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``embed_dim``; what is said of the arguments of a call does not hold.
@@ -57,6 +58,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.impl = impl
         self.attn_bias: Bias | Tensor | None = None
         self._qkv_same_embed_dim = False  # or nn.TransformerEncoderLayer computes attention itself in evaluation
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attn_bias" and isinstance(value, nn.Parameter):  # registered, it would leave room for no bias
+            raise ValueError(
+                "attn_bias must be a bias class, a float tensor or None, got a parameter; wrap it, "
+                "mg.DenseBias(parameter), and register it on the module that owns it"
+            )
+        super().__setattr__(name, value)
 
     def _reset_parameters(self) -> None:
         self._qkv_same_embed_dim = True  # as its parameters are
@@ -134,7 +143,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             q,
             k,
             v,
-            self._masked_bias(attn_mask, q),
+            self._masked_bias(attn_mask, q, k),
             key_padding_mask=_padding(key_padding_mask),
             dropout_p=dropout_p,
             dropout_key=dropout_key,
@@ -145,9 +154,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             return out.squeeze(0), None
         return (out if self.batch_first else out.transpose(0, 1)), None
 
-    def _masked_bias(self, attn_mask: Tensor | None, q: Tensor) -> Bias | None:
+    def _masked_bias(self, attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Bias | None:
         """``attn_bias`` and ``attn_mask`` as one."""
         bias = as_bias(self.attn_bias)
+        if isinstance(bias, Bias):  # of what is none, and of heads, biased_attention speaks
+            shape, (batch, heads, rows, _), columns = list(bias.shape), q.shape, k.shape[2]
+            if shape[0] not in (1, batch) or shape[2:] != [rows, columns]:
+                raise ValueError(
+                    f"attn_bias was set for other sequences; set it anew: expected [B or 1, H or 1, M, N] = [{batch} "
+                    f"or 1, {heads}, {rows}, {columns}], got {shape}"
+                )
         if attn_mask is None:
             return bias
         if attn_mask.ndim != 2 and (attn_mask.ndim != 3 or len(attn_mask) != q.shape[0] * self.num_heads):

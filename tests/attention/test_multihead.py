@@ -106,6 +106,24 @@ def test_the_bias_is_a_mask_of_numbers_and_adds_to_one():
     close(ours(query, keys, keys, attn_mask=plane)[0], want)
 
 
+def test_a_parameter_is_wrapped_and_another_bias_takes_its_place():
+    x = inputs()[0]
+    _, ours = made(batch_first=True)
+    names, parameter = ours.state_dict().keys(), nn.Parameter(torch.randn(H, N, N))
+    with pytest.raises(ValueError, match=r"mg\.DenseBias\(parameter\)"):
+        ours.attn_bias = parameter
+    assert ours.attn_bias is None and ours.state_dict().keys() == names
+
+    def attend(x):
+        ours.attn_bias = mg.DenseBias(parameter[None])
+        return ours(x, x, x)[0]
+
+    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(x)
+    close(out, attend(x))
+    assert torch.autograd.grad(out.sum(), parameter)[0].abs().sum() > 0
+    ours.attn_bias = BUCKETS
+
+
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_an_encoder_layer_of_torch_takes_it(norm_first, train, monkeypatch):
@@ -237,7 +255,9 @@ BAD = {
     "mask beside buckets": (call(BUCKETS, attn_mask=torch.zeros(N, N)), "must be None beside a BucketBias"),
     "padding in numbers": (call(key_padding_mask=torch.full((B, N), 0.5)), "key_padding_mask must be bool, or 0"),
     "a nested tensor": (encode_nested, "query must be a dense tensor, got a nested one; .*enable_nested_tensor=False"),
-    "bias of other nodes": (call(torch.zeros(N + 1, N)), "bias must have shape"),
+    "bias of other nodes": (call(torch.zeros(N + 1, N)), r"attn_bias was set for other .*anew: .*\[1, 1, 28, 27\]"),
+    "buckets of other nodes": (call(BUCKETS.rows(slice(3))), r"attn_bias was .* got \[1, 4, 3, 27\]"),
+    "other nodes, and a mask": (call(torch.zeros(3, N), attn_mask=torch.zeros(N, N)), "attn_bias was set for other"),
     "width of keys": (converted(kdim=16), "keys and values must be as wide as queries, 32, got 16 and 32"),
     "key of its own": (converted(add_bias_kv=True), "add_bias_kv and add_zero_attn must be off"),
     "a computed weight": (
