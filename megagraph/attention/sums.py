@@ -6,19 +6,22 @@ from functools import reduce
 from math import prod
 
 import torch
+from torch import Tensor
 
 from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
-from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS
+from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS, check_strided
+from megagraph.attention.relation import Relation
 
 Summand = DenseBias | BucketBias | ProjectedBias
 
 
-def add_biases(first: Summand, *others: Summand) -> Summand:
+def add_biases(first: Summand | Tensor, *others: Summand | Tensor) -> Summand:
     """The sum of biases of the same node pairs; a pair that one of them masks is masked.
 
     Two tables are one of all pairs of buckets, where these are at most 253, and channels stand side by side up to 16.
     Any other sum is dense, which takes much more memory: as Graphormer's of distances and of edges, whose values
-    [B, H, M, N] are dense themselves. What is learned gets its gradient through the sum.
+    [B, H, M, N] are dense themselves. What is learned gets its gradient through the sum. A float tensor is dense, as in
+    [megagraph.biased_attention][]. Sparse biases of the same pairs are added pair by pair.
 
     Raises:
         ValueError: they are not of the same pairs and heads, or a bias of other pairs is sparse.
@@ -30,19 +33,40 @@ def add_biases(first: Summand, *others: Summand) -> Summand:
         tensor([[[[0.5000, 1.0000],
                   [2.0000, 0.5000]]]])
     """
-    return reduce(_sum, others, first)
+    return reduce(_sum, [_summand(bias) for bias in (first, *others)])
+
+
+def _summand(bias: Summand | Tensor) -> Summand:
+    if isinstance(bias, Tensor):
+        if bias.layout == torch.sparse_csr:
+            return DenseBias(bias)
+        check_strided("bias", bias)
+        return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
+    if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
+        raise ValueError(
+            "expected biases to add, each a DenseBias, BucketBias or ProjectedBias, or a float tensor, got "
+            f"{type(bias).__name__}"
+        )
+    return bias
+
+
+def _same(a: Relation | None, b: Relation | None) -> bool:
+    """Whether both list the same pairs; rows and columns say it all."""
+    if a is b or a is None or b is None:
+        return a is b
+    return (
+        a.shape == b.shape
+        and a.columns.device == b.columns.device
+        and torch.equal(a.row_starts, b.row_starts)
+        and torch.equal(a.columns, b.columns)
+    )
 
 
 def _sum(a: Summand, b: Summand) -> Summand:
-    for bias in (a, b):
-        if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
-            raise ValueError(
-                f"expected biases to add, each a DenseBias, BucketBias or ProjectedBias, got {type(bias).__name__}"
-            )
-    if a.relation is not b.relation:
+    if not _same(a.relation, b.relation):
         raise ValueError(
-            "biases to add must all be dense, or have the same pairs: make the second by "
-            "dataclasses.replace(first, ...), or join their values in one sparse tensor"
+            "biases to add must all be dense, or list the same pairs on the same device; give a sparse one a value, "
+            "0 or a bucket of its own, for each pair of the other"
         )
     shapes = [tuple(bias.shape) for bias in (a, b)]
     if any(x != y and 1 not in (x, y) for x, y in zip(*(shape[:2] for shape in shapes), strict=True)) or (

@@ -88,8 +88,34 @@ def test_pairs_of_a_sparse_bias_get_a_second_one(form):
     assert total.relation is first.relation
 
 
+def test_sparse_biases_of_the_same_pairs_that_were_built_apart():
+    torch.manual_seed(0)
+    exists = torch.rand(M, N) < 0.5
+    kinds, values = torch.randint(1, 5, (M, N), dtype=torch.uint8) * exists, torch.randn(M, N, 1)
+    lists = kinds.to_sparse_csr()
+    first = BucketBias(lists, torch.randn(H, 5))
+    hybrid = torch.sparse_csr_tensor(lists.crow_indices(), lists.col_indices(), values[exists], size=(M, N, 1))
+    second = ProjectedBias(hybrid, torch.randn(H, 1))
+    total = mg.add_biases(first, second)
+    assert total.relation is first.relation
+    torch.testing.assert_close(total.materialize(), first.materialize() + second.materialize())
+    same = mg.add_biases(first, BucketBias(lists.clone(), torch.randn(H, 5)))
+    assert isinstance(same, BucketBias) and same.relation is first.relation
+
+
+def test_float_tensors_are_biases_to_add():
+    torch.manual_seed(0)
+    index, plane = torch.randint(4, (1, M, N), dtype=torch.uint8), torch.randn(M, N, requires_grad=True)
+    bias = BucketBias(index, torch.randn(H, 4))
+    for total in (mg.add_biases(bias, plane), mg.add_biases(plane, bias)):
+        torch.testing.assert_close(total.materialize(), bias.materialize() + plane)
+    assert torch.equal(mg.add_biases(plane).values, plane[None, None])
+    with pytest.raises(ValueError, match=r"floating point, got torch\.bool"):
+        mg.add_biases(bias, plane > 0)
+
+
 BAD = {
-    "no bias": (lambda bias: (bias, torch.zeros(1)), "each a DenseBias, BucketBias or ProjectedBias, got Tensor"),
+    "no bias": (lambda bias: (bias, 1.0), "each a DenseBias, .* or a float tensor, got float"),
     "columns": (
         lambda bias: (bias, DenseBias(torch.zeros(B, H, M, N + 1))),
         r"same \[B, H, M, N\], got \(2, 3, 5, 7\)",
@@ -97,7 +123,7 @@ BAD = {
     "heads": (lambda bias: (bias, DenseBias(torch.zeros(B, 2, M, N))), r"got \(2, 3, 5, 7\) and \(2, 2, 5, 7\)"),
     "sparse": (
         lambda bias: (bias, BucketBias(torch.eye(M, N, dtype=torch.uint8).to_sparse_csr(), torch.zeros(H, 2))),
-        "must all be dense, or have the same pairs",
+        "must all be dense, or list the same pairs",
     ),
 }
 
