@@ -9,6 +9,8 @@ they run in int32, whose products and sums wrap to the same bits.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, nn
 
@@ -60,25 +62,27 @@ def place_keys(key: Tensor, layers: range, places: int) -> list[list[Tensor]]:
     return [list(of_layer.unbind()) for of_layer in keys.unbind()]
 
 
-def dropout_keys(seed: int, step: int, sequence_ids: Tensor) -> Tensor:
+def dropout_keys(seed: int, step: int, sequence_ids: Tensor, *, layer: int = 0) -> Tensor:
     """Base key of each sequence, from which the operators of attention make the mask of dropout.
 
     Args:
         seed, step: integers; their low 32 bits count.
         sequence_ids: integer [B], position of each sequence in the *global* batch.
+        layer: integer; layers that have the same key drop alike.
 
     Returns:
-        int32 [B], on the device of ``sequence_ids``. Layers need keys that differ: give each a seed of its own.
+        int32 [B], on the device of ``sequence_ids``.
 
     Examples:
-        >>> key = mg.dropout_keys(seed=0, step=7, sequence_ids=torch.arange(2))
+        >>> key = mg.dropout_keys(seed=0, step=7, sequence_ids=torch.arange(2), layer=1)
         >>> q = torch.randn(2, 4, 50, 8)
         >>> out = mg.biased_attention(q, q, q, dropout_p=0.1, dropout_key=key)
         >>> torch.equal(out, mg.biased_attention(q, q, q, dropout_p=0.1, dropout_key=key))
         True
     """
     start = torch.zeros(1, dtype=torch.int32, device=sequence_ids.device)
-    return mix_key(start, seed, step, sequence_ids)
+    numbers = (x if isinstance(x, Tensor) else operator.index(x) for x in (layer, seed, step))  # NumPy's, too
+    return mix_key(start, *numbers, sequence_ids)  # mix32(0) is 0: layer 0 changes no bit
 
 
 def row_keys(key: Tensor, heads: int, rows: Tensor, first_head: int = 0) -> Tensor:

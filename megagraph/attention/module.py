@@ -165,7 +165,7 @@ class BiasedRingAttention(nn.Module):
             if world_size > 1:
                 raise ValueError(
                     f"dropout_key is needed in training on a mesh of {world_size} ranks, which must drop alike; "
-                    "make one with megagraph.dropout_keys(seed, step, sequence_ids)"
+                    "make one with megagraph.dropout_keys(seed, step, sequence_ids, layer=layer)"
                 )
             dropout_key = torch.randint(-(2**31), 2**31, (batch,), dtype=torch.int32, device=x.device)
         if packing is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,26 @@ def test_keys_and_masks_equal_python_integers():
                 for j, column in enumerate(columns.tolist()):
                     hashed = murmur3_finaliser(row_key ^ column * 0x9E3779B9 % 2**32)
                     assert got[b, h, i, j] == (hashed >= int(p * 2**32))
+
+
+def test_layers_have_keys_of_their_own_and_the_first_has_that_without():
+    ids = torch.tensor([0, 9])
+    assert torch.equal(dropout_keys(2**31 + 7, 3, ids, layer=0), KEY)
+    keys = torch.cat([dropout_keys(seed, 3, ids, layer=layer) for seed in range(4) for layer in range(4)])
+    assert len(keys.unique()) == len(keys)
+    columns = torch.arange(512)
+    first, second = (
+        keep_mask(row_keys(dropout_keys(0, 3, ids, layer=layer), 2, columns), columns, 0.5).double() - 0.5
+        for layer in range(2)
+    )
+    assert abs((first * second).mean()) < 5 * 0.25 / 1024
+
+
+def test_integers_of_numpy_are_integers():
+    ids = torch.tensor([0, 9])
+    assert torch.equal(dropout_keys(np.int64(2**31 + 7), np.uint8(3), ids, layer=np.int32(0)), KEY)
+    with pytest.raises(TypeError, match="integer"):
+        dropout_keys(0.5, 3, ids)
 
 
 def test_the_mask_is_random_enough():
