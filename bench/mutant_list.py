@@ -241,7 +241,7 @@ DRAWN = (
     ),
     Mutant(
         "as_bias",
-        "megagraph/attention/operator.py",
+        "megagraph/attention/sums.py",
         "return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))",
         "return DenseBias(bias.reshape(((1,)) + (4 - bias.ndim) + tuple(bias.shape)))",
     ),

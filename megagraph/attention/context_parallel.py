@@ -17,8 +17,9 @@ from megagraph.attention.comm import attend
 from megagraph.attention.engines import Impl, choose
 from megagraph.attention.exchange import Exchange, Loopback, make_exchange
 from megagraph.attention.layout import NodeLayout
-from megagraph.attention.operator import as_bias, attention, make_step
+from megagraph.attention.operator import attention, make_step
 from megagraph.attention.step import Step
+from megagraph.attention.sums import as_bias
 from megagraph.attention.ulysses import bias_of_heads, own_heads, to_heads, to_rows
 from megagraph.attention.ways import Comm, check_comm
 

@@ -11,9 +11,9 @@ from megagraph.attention.context_parallel import ring_attention
 from megagraph.attention.engines import Impl
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.multihead import sizes_of, take_multihead_state
-from megagraph.attention.operator import as_bias
 from megagraph.attention.packed import packed_attention
 from megagraph.attention.packing import Packing
+from megagraph.attention.sums import as_bias
 from megagraph.attention.ways import Comm, check_comm
 
 

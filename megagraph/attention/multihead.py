@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from megagraph.attention.bias import Bias, DenseBias
 from megagraph.attention.engines import Impl
 from megagraph.attention.fields import check_strided
-from megagraph.attention.operator import as_bias, biased_attention
+from megagraph.attention.operator import biased_attention
+from megagraph.attention.sums import as_bias
 
 
 class MultiheadAttention(nn.MultiheadAttention):

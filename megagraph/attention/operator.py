@@ -18,11 +18,11 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megagraph.attention import reference, reuse
-from megagraph.attention.bias import Bias, DenseBias
+from megagraph.attention.bias import Bias
 from megagraph.attention.checks import check_inputs, check_operands, check_scale, check_tensor, check_values
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
-from megagraph.attention.fields import check_strided
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
+from megagraph.attention.sums import as_bias
 
 
 @overload
@@ -111,16 +111,6 @@ def biased_attention(
     step = make_step(q, bias, key_padding_mask, scale, dropout_p, dropout_key, *path)
     out, lse = attention(step, q, k, v, bias)
     return (out, lse) if return_lse else out
-
-
-def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """A float tensor of 2 to 4 dimensions, or a sparse one [M, N, H], is a dense bias."""
-    if isinstance(bias, Tensor) and bias.layout == torch.sparse_csr:
-        return DenseBias(bias)
-    if isinstance(bias, Tensor):
-        check_strided("bias", bias)
-        return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
-    return bias
 
 
 def make_step(

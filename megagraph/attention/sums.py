@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megagraph.attention.bias import BucketBias, DenseBias, ProjectedBias
+from megagraph.attention.bias import Bias, BucketBias, DenseBias, ProjectedBias
 from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS, check_strided
 from megagraph.attention.relation import Relation
 
@@ -36,18 +36,24 @@ def add_biases(first: Summand | Tensor, *others: Summand | Tensor) -> Summand:
     return reduce(_sum, [_summand(bias) for bias in (first, *others)])
 
 
-def _summand(bias: Summand | Tensor) -> Summand:
+def as_bias(bias: Bias | Tensor | None) -> Bias | None:
+    """A float tensor of 2 to 4 dimensions, or a sparse one [M, N, H], is a dense bias."""
+    if isinstance(bias, Tensor) and bias.layout == torch.sparse_csr:
+        return DenseBias(bias)
     if isinstance(bias, Tensor):
-        if bias.layout == torch.sparse_csr:
-            return DenseBias(bias)
         check_strided("bias", bias)
         return DenseBias(bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape)))
-    if not isinstance(bias, DenseBias | BucketBias | ProjectedBias):
+    return bias
+
+
+def _summand(bias: Summand | Tensor) -> Summand:
+    given = as_bias(bias)
+    if not isinstance(given, DenseBias | BucketBias | ProjectedBias):
         raise ValueError(
             "expected biases to add, each a DenseBias, BucketBias or ProjectedBias, or a float tensor, got "
             f"{type(bias).__name__}"
         )
-    return bias
+    return given
 
 
 def _same(a: Relation | None, b: Relation | None) -> bool:
