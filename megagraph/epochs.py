@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -121,10 +121,14 @@ class Epochs:
         best = max(self.history, key=self._score)  # the first of equals
         return self.history[-1]["epoch"] - best["epoch"] >= self.config.patience
 
-    def run_all(self, state: State) -> None:
-        """Begin, or go on, and train to the end; the last checkpoint is on disk then."""
+    def run_all(self, state: State, note: Callable[[], None]) -> None:
+        """Begin, or go on, and train to the end; the last checkpoint is on disk then.
+
+        Args:
+            note: notes the start of a run that goes on, on rank 0, before any other of its files changes.
+        """
         try:
-            self.begin(state)
+            self.begin(state, note)
             while not self.finished:
                 self.run()
             self.save()
@@ -153,22 +157,23 @@ class Epochs:
         """The number of a line by which the best epoch is chosen."""
         return cast(dict[str, float], line)[f"{part}_{self.metric}"]
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: State, note: Callable[[], None]) -> None:
         """Go back to a checkpoint, or write the first one."""
         try:
             if state == "started":
-                self._resume()
+                self._resume(note)
         except FileNotFoundError as error:
             weights = self.config.weights
             if self.config.resume != AUTO or (weights is not None and not found_everywhere(weights)):
                 raise
+            on_rank_zero(note)
             on_rank_zero(self.run_folder.begin_anew)
             if self.run_folder.writes:
                 log.info(f"megagraph: beginning anew: {error}")
         self.stop.defer()
         self.save()
 
-    def _resume(self) -> None:
+    def _resume(self, note: Callable[[], None]) -> None:
         """Go on from a checkpoint; what the run has written since is taken back, too."""
         state = TrainingState(self.pipeline, self.optimizers)
         tensors = state.tensors()
@@ -182,6 +187,7 @@ class Epochs:
         if any(high is not None and progress[name] > high for name, high in most.items()):
             raise ValueError(f"expected step, epoch and batch of at most {most} in {folder}, got {progress}")
         self.step, self.epoch, self.batch = progress["step"], progress["epoch"], progress["batch"]
+        on_rank_zero(note)
         on_rank_zero(lambda: self.run_folder.restore(folder))
         self.history, steps = on_rank_zero(self.run_folder.progress)
         self.losses = array("d", [math.nan if step["loss"] is None else step["loss"] for step in steps])

@@ -78,7 +78,8 @@ class Run:
             launches: of all its processes, another on every node but with --rdzv-id; default this one's.
 
         Returns:
-            the run and whether it is new, to be gone on with, or finished, in which case it is not locked.
+            the run and whether it is new, to be gone on with, or finished, in which case it is not locked; of the files
+            of one to be gone on with only the marker has changed.
 
         Raises:
             FileExistsError: files of others are in the folder, or a run that nobody asked to go on with.
@@ -118,9 +119,8 @@ class Run:
             if state == "finished" and not longer and config.resume_step is None:
                 lock.release()
                 return run, "finished"
-            (folder / "summary.json").unlink(missing_ok=True)
             files.write_json(folder / "run.json", _marker(folder) | launched)
-            return run, "started"
+            return run, "started"  # whatever it was: what has finished stays so until it really goes on
         except BaseException:
             lock.release()
             if fresh:
@@ -341,6 +341,11 @@ class Run:
             ValueError: they are damaged, or those of another run.
         """
         return read_weights(self.folder / _WEIGHTS, run=self.id)
+
+    def forget_summary(self) -> None:
+        """It goes on, and so has not finished."""
+        if self.writes:
+            (self.folder / "summary.json").unlink(missing_ok=True)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self._write("summary.json", summary)

@@ -231,7 +231,11 @@ class Trainer:
         facts = graph_facts(config, data, graph, split, fingerprint)
         hosts = sorted(set(all_gather(socket.gethostname())))
         origin = {"hosts": hosts, "processes": world_size(), "data": asdict(facts)}
-        on_rank_zero(lambda: _write_configs(run, state, config, plan, model_config, start_of_run(device) | origin))
+        note = partial(_note_start, run, state, config, plan, model_config, device, origin)
+        if state == "started":  # noted once it goes on: nothing changes where it is refused
+            on_rank_zero(lambda: run.check_model_config(model_config))
+        else:
+            on_rank_zero(note)
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
         sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
@@ -249,7 +253,7 @@ class Trainer:
                 log.warning(f"nothing reads {', '.join(names)} here: {how}")
 
         epochs = Epochs(config, builder, graph, split, pipeline, run, stop, fingerprint)
-        epochs.run_all(state)
+        epochs.run_all(state, note)
         phase("evaluation")
         effect = bias_effect(pipeline, epochs.eval_loader, epochs.eval_nodes, epochs.classes, epochs.look_up)
         phase("save")
@@ -330,13 +334,18 @@ def _known_plan(config: TrainConfig) -> Plan | None:
     return before if before.world_size == world_size() else None
 
 
-def _write_configs(
-    run: Run, state: State, config: TrainConfig, plan: Plan, model_config: ModelConfig, origin: dict[str, Any]
+def _note_start(
+    run: Run,
+    state: State,
+    config: TrainConfig,
+    plan: Plan,
+    model_config: ModelConfig,
+    device: torch.device,
+    origin: dict[str, Any],
 ) -> None:
-    """Note what will be trained, once its model is that of the run, and where it comes from."""
-    if state == "started":
-        run.check_model_config(model_config)
-    run.note_start(origin, first=state == "new")
+    """Note what will be trained, and where it comes from."""
+    run.note_start(start_of_run(device) | origin, first=state == "new")
+    run.forget_summary()  # before the rest: whoever is killed here leaves no result of another configuration
     run.write_config(config)
     run.write_plan(plan)
     run.write_model_config(model_config)

@@ -8,16 +8,18 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 import megagraph as mg
 from megagraph import epochs
+from megagraph.checkpoint import Checkpoints
 from megagraph.config import AUTO
 from megagraph.run import Run
 from megagraph.weights import fill
-from tests.checkpoint_cases import config, graph, outcome, stop_at
+from tests.checkpoint_cases import Stopped, config, graph, outcome, stop_at
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -262,10 +264,47 @@ def test_a_run_that_begins_anew_starts_from_its_weights_again(tmp_path, finished
 
 
 def test_a_finished_run_that_goes_on_has_no_result_meanwhile(tmp_path, finished_runs):
-    shutil.copytree(finished_runs / "0", tmp_path / "run")
-    run, state = Run.enter(config(tmp_path / "run", epochs=2, resume=AUTO))
-    with run.kept():
-        assert state == run.state == "started"
+    run = tmp_path / "run"
+    shutil.copytree(finished_runs / "0", run)
+    with stop_at(8):
+        auto(run, epochs=2).fit(graph())
+    assert Run.of(run).state == "started" and Run.of(run).config.epochs == 2
+    assert auto(run, epochs=2).fit(graph()).steps == 12
+
+
+def test_a_run_that_is_stopped_before_it_goes_on_is_finished_as_before(tmp_path, finished_runs, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(finished_runs / "0", run)
+    before = contents(run)
+
+    def killed(*_):
+        raise Stopped
+
+    monkeypatch.setattr(Checkpoints, "load", killed)
+    with pytest.raises(Stopped):
+        auto(run, epochs=2).fit(graph())
+    assert contents(run) == before
+    monkeypatch.undo()
+    assert auto(run, epochs=2).fit(graph()).steps == 12
+
+
+OTHER_DATA = {
+    "another graph": lambda: replace(graph(), features=graph().features + 1),
+    "NaN": lambda: replace(graph(), features=graph().features * np.nan),
+    "other widths": lambda: replace(graph(), features=graph().features[:, :5]),
+    "none": lambda: None,  # the generated graph
+}
+
+
+@pytest.mark.parametrize("case", OTHER_DATA)
+def test_a_resume_that_is_refused_changes_nothing(tmp_path, finished_runs, case):
+    run = tmp_path / "run"
+    shutil.copytree(finished_runs / "0", run)
+    before = contents(run)
+    with pytest.raises(ValueError):
+        mg.Trainer.resume(run, epochs=500, learning_rate=1e-9).fit(OTHER_DATA[case]())
+    assert contents(run) == before
+    assert mg.Trainer.resume(run, epochs=2).fit(graph()).steps == 12
 
 
 DAMAGES = {
