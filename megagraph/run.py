@@ -196,7 +196,7 @@ class Run:
             ValueError: the folder's marker is damaged.
         """
         folder = Path(folder)
-        _check_holds(folder, "config.json", "model.json", _WEIGHTS, "run.json")
+        _check_holds(folder, "config.json", "model.json", "provenance.json", _WEIGHTS, "run.json")
         return cls(folder, id=_marker(folder)["id"], writes=False)
 
     def check_output(self, path: Path, own: str | None = None) -> None:
@@ -246,6 +246,7 @@ class Run:
             FileNotFoundError, ValueError: the file is missing or damaged.
         """
         name, what = "provenance.json", "the origin of a run"
+        _check_holds(self.folder, name)
         starts = self._read(name, what).get("starts")
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
             raise ValueError(
@@ -275,9 +276,10 @@ class Run:
     def write_model_config(self, config: ModelConfig) -> None:
         self._write("model.json", asdict(config))
 
-    def check_model_config(self, config: ModelConfig) -> None:
-        """Raise ValueError unless the run, to be resumed, was started with this model on data of these sizes."""
-        written = self.model_config
+    def check_resumable(self, config: ModelConfig) -> None:
+        """Raise ValueError unless the run, to be resumed, was started with this model on data of these sizes, and
+        FileNotFoundError if it does not say where it comes from."""
+        written, _ = self.model_config, self.starts
         for name, value in asdict(config).items():
             expected = getattr(written, name)
             if value != expected:

@@ -233,7 +233,7 @@ class Trainer:
         origin = {"hosts": hosts, "processes": world_size(), "data": asdict(facts)}
         note = partial(_note_start, run, state, config, plan, model_config, device, origin)
         if state == "started":  # noted once it goes on: nothing changes where it is refused
-            on_rank_zero(lambda: run.check_model_config(model_config))
+            on_rank_zero(lambda: run.check_resumable(model_config))
         else:
             on_rank_zero(note)
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)

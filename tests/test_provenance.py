@@ -16,8 +16,11 @@ import torch
 
 import megagraph as mg
 from megagraph import files, provenance
+from megagraph.ablation import evaluate
+from megagraph.config import AUTO
 from megagraph.data.store import open_store, write_store
 from megagraph.evaluate import choose_split
+from megagraph.history import History
 from megagraph.run import Run
 from tests.checkpoint_cases import config, graph, stop_at
 
@@ -82,7 +85,7 @@ def test_a_resumed_run_appends_what_changed(tmp_path, monkeypatch):
 
 def test_one_that_is_damaged_missing_or_of_another_run_is_refused(tmp_path):
     run = tmp_path / "run"
-    with stop_at(3):
+    with stop_at(8):
         mg.Trainer(config(run)).fit(graph())
     path = run / "provenance.json"
     good = path.read_text()
@@ -97,8 +100,18 @@ def test_one_that_is_damaged_missing_or_of_another_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="that of another run"):
         mg.Trainer.resume(run).fit(graph())
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"expected the origin of a run, got .*provenance\.json"):
-        mg.Trainer.resume(run).fit(graph())
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    calls = [
+        lambda: mg.Trainer.resume(run).fit(graph()),
+        lambda: mg.Trainer(config(run, resume=AUTO)).fit(graph()),
+        lambda: History.of(Run.of(run)),
+        lambda: mg.predict(run, graph()),
+        lambda: evaluate(run, graph()),
+    ]
+    for call in calls:
+        with pytest.raises(FileNotFoundError, match=r"must be the folder of a run, but it holds no provenance\.json"):
+            call()
+    assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
 
 
 def test_a_package_that_was_installed_into_another_checkout_has_no_commit(tmp_path, monkeypatch):
