@@ -75,18 +75,20 @@ def measure(
         bias_size=builder.structure.size,
     )
     stream = (batch for epoch in range(9) for batch in loader.epoch(epoch))  # an epoch may be one batch
-    return on_every_rank(
-        lambda: profile(
-            model,
-            workload,
-            device=device,
-            batches=stream,
-            workers=config.workers,
-            budget_seconds=seconds,
-            cache=cache,
-            kept_only=kept_only,
+    # what is measured is drawn, and the caller's random state stays as it is
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return on_every_rank(
+            lambda: profile(
+                model,
+                workload,
+                device=device,
+                batches=stream,
+                workers=config.workers,
+                budget_seconds=seconds,
+                cache=cache,
+                kept_only=kept_only,
+            )
         )
-    )
 
 
 def _filled(batch: Batch) -> float:

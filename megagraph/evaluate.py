@@ -58,8 +58,16 @@ def unread(config: TrainConfig) -> list[str]:
 
 
 def make_model(config: TrainConfig, model_config: ModelConfig, mesh: DeviceMesh | None = None) -> GraphTransformer:
-    """The model that the configuration names; ``mesh`` is its CP group."""
-    return MODELS[config.model](model_config, mesh=mesh)
+    """The model that the configuration names, as its seed has it start; ``mesh`` is its CP group."""
+    default = torch.get_default_dtype()
+    # on the CPU and in fp32, so that the seed alone says which numbers; the caller's random state stays as it is
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(config.seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            return MODELS[config.model](model_config, mesh=mesh)
+        finally:
+            torch.set_default_dtype(default)
 
 
 def num_parameters(model: GraphTransformer) -> int:

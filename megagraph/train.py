@@ -302,7 +302,6 @@ def _make_pipeline(
 ) -> tuple[Pipeline, int]:
     """This rank's stages, and the parameters of the whole model."""
     mesh = make_mesh(plan, device)
-    torch.manual_seed(config.seed)
     model = make_model(config, model_config, None if mesh is None else mesh["cp"])
     if config.weights is not None and (state == "new" or found_everywhere(config.weights)):
         model.to(config.parameter_dtype)
