@@ -217,7 +217,8 @@ def class_probabilities(
         change: what the model is given in place of a batch.
         what: is going on, for those who wait.
     """
-    total = torch.zeros(loader.num_nodes, pipeline.config.num_classes + 1, device=pipeline.device)
+    size = (loader.num_nodes, pipeline.config.num_classes + 1)
+    total = torch.zeros(size, dtype=torch.float32, device=pipeline.device)
     for nodes, votes in _votes(pipeline, loader, between, change, what):
         total.index_add_(0, nodes, votes)
     if pipeline.mesh is not None:

@@ -1,4 +1,4 @@
-"""What torch keeps for the whole process is the caller's: its random numbers."""
+"""What torch keeps for the whole process is the caller's: its random numbers, and its default dtype."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import megagraph as mg
 from megagraph.ablation import evaluate
 from megagraph.dry_run import dry_run
+from megagraph.run import Run
 from tests.checkpoint_cases import config, graph
 
 
@@ -29,3 +30,23 @@ def test_nobody_else_s_random_numbers_are_drawn(tmp_path, batching):
             changed.append(name)
             torch.set_rng_state(before)
     assert not changed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"embedding": "learned"}, {"batching": "full", "label_input": 0.5}],
+    ids=["features", "learned", "labels"],
+)
+def test_numbers_do_not_depend_on_the_default_dtype(tmp_path, changes):
+    weights, probabilities = [], []
+    for dtype in (torch.float32, torch.float64):
+        run = tmp_path / str(dtype)
+        torch.set_default_dtype(dtype)
+        try:
+            mg.Trainer(config(run, epochs=1, dtype="fp32", **changes)).fit(graph())
+            probabilities.append(torch.from_numpy(mg.predict(run, graph())))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        weights.append(Run.open(run).weights())
+    assert all(torch.equal(weights[1][name], x) for name, x in weights[0].items())
+    assert torch.equal(*probabilities)

@@ -61,8 +61,8 @@ WHOLE = Share()
 
 def no_rows(in_features: int) -> dict[str, Any]:
     """The fields of a batch that only an embedding reads, for a rank that has none."""
-    ids = torch.empty(0, dtype=torch.int64)
-    return {"features": torch.empty(0, in_features)} | {name: ids for name in EMBEDDED if name != "features"}
+    ids, features = torch.empty(0, dtype=torch.int64), torch.empty(0, in_features, dtype=torch.float32)
+    return {"features": features} | {name: ids for name in EMBEDDED if name != "features"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -190,7 +190,7 @@ class Builder(ABC):
         node_index = np.concatenate(indices)
         node_index[padding] = 0
         num_rows = max(map(len, tables))
-        features = torch.empty(num_microbatches, num_rows, supers.features.shape[1])
+        features = torch.empty(num_microbatches, num_rows, supers.features.shape[1], dtype=torch.float32)
         degrees = torch.zeros(num_microbatches, num_rows, dtype=torch.int64)
         node_ids = torch.full((num_microbatches, num_rows), -1)
         for table, row_degrees, ids, rows, real in zip(features, degrees, node_ids, tables, used, strict=True):

@@ -190,7 +190,8 @@ class FullBatches(Builder):
         nodes = batch.node_ids.numpy()
         rows = np.flatnonzero((nodes >= 0) & (nodes < len(shown)))
         rows = rows[shown[nodes[rows]]]
-        columns, labels = torch.zeros(len(nodes), self.label_columns), torch.from_numpy(self.graph.labels[nodes[rows]])
+        columns = torch.zeros(len(nodes), self.label_columns, dtype=torch.float32)
+        labels = torch.from_numpy(self.graph.labels[nodes[rows]])
         several = labels if self.graph.multi_label else torch.nn.functional.one_hot(labels, self.label_columns)
         columns[torch.from_numpy(rows)] = (several == 1).float()
         return columns

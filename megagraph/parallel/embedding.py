@@ -98,7 +98,7 @@ class NodeTable(nn.Module):
 
 
 def _initial_rows(start: int, stop: int, dim: int, seed: int) -> Tensor:
-    rows = torch.empty(stop - start, dim)
+    rows = torch.empty(stop - start, dim, dtype=torch.float32)
     for block in range(start // _DRAWN_ROWS, -(-stop // _DRAWN_ROWS)):
         first = block * _DRAWN_ROWS
         drawn = np.random.default_rng([seed, block]).standard_normal((_DRAWN_ROWS, dim), np.float32) * 0.02

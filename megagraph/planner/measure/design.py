@@ -198,7 +198,7 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
         else:
             structure.masked_fill_(hidden[:, None], 0.0)
     inputs = {
-        "features": torch.rand(point.feature_rows, config.in_features, generator=generator),
+        "features": torch.rand(point.feature_rows, config.in_features, dtype=torch.float32, generator=generator),
         "node_index": torch.randint(0, point.feature_rows, (m, n - tokens), generator=generator),
         "key_padding_mask": padding,
         "dropout_key": dropout_keys(0, 0, torch.arange(m)),
@@ -211,7 +211,7 @@ def random_inputs(point: Point, device: torch.device) -> dict[str, Any]:
     moved["structure"] = aligned_rows(structure) if isinstance(structure, Tensor) else structure  # as batches have it
     if config.convolution:
         assert isinstance(structure, BorderedData)
-        own, weights = structure.relation, torch.rand(len(structure.index), generator=generator)
+        own, weights = structure.relation, torch.rand(len(structure.index), dtype=torch.float32, generator=generator)
         lists = {name: x.clone() for name, x in own.lists.items()}  # a batch has others
         moved["neighbours"] = Neighbours(Relation(**lists, num_columns=own.num_columns), weights.to(device))
     return moved | {"num_targets": point.targets, "layout": layout}

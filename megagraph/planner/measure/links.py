@@ -55,14 +55,14 @@ def communication_rows(
     left = len(sizes) * (len(peers) + 2 * len(groups))
     until = time.perf_counter() + budget_seconds
     rows = []
-    left_factor, right_factor = (torch.rand(WORK, WORK, device=device) for _ in range(2))
+    left_factor, right_factor = (torch.rand(WORK, WORK, dtype=torch.float32, device=device) for _ in range(2))
 
     def work() -> None:
         for _ in range(2):
             torch.mm(left_factor, right_factor)
 
     for size in sizes:
-        message = torch.zeros(size // 4, device=device)
+        message = torch.zeros(size // 4, dtype=torch.float32, device=device)
 
         def measure(fields: dict[str, Any], function: Callable[[], Any], share: float) -> None:
             nonlocal left
