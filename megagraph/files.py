@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin,
 import xxhash
 from typeguard import TypeCheckError, check_type
 
+from megagraph.flags import short
+
 T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 16  # read at once: more would stay in memory and grow with a file, as a leak does
@@ -173,7 +175,7 @@ def typed(kind: type[T], values: Any, what: str) -> T:
     """
     hints = get_type_hints(kind)
     if not isinstance(values, dict) or not values.keys() <= hints.keys():
-        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {_short(values)}")
+        raise ValueError(f"a file of ours must hold {what} with the fields {sorted(hints)}, got {short(values)}")
     fields = {name: _as_hinted(hints[name], value) for name, value in values.items()}
     made = error = None
     try:
@@ -217,9 +219,9 @@ def check_fields(made: Any) -> None:
         try:
             check_type(value, hint)
         except TypeCheckError as wrong:
-            raise WrongType(f"{name} must be {_some_of(hint)}, got {_short(given)}") from wrong
+            raise WrongType(f"{name} must be {_some_of(hint)}, got {short(given)}") from wrong
         if _is_odd_bool(hint, value):
-            raise WrongType(f"{name} must be {_some_of(hint)}, got {_short(given)}")
+            raise WrongType(f"{name} must be {_some_of(hint)}, got {short(given)}")
         if value is not given:
             object.__setattr__(made, name, value)  # it may be frozen
 
@@ -232,11 +234,6 @@ def _of_python(value: Any) -> Any:
 def _is_odd_bool(hint: Any, value: Any) -> bool:
     """Python's bool is an int, and would pass as one."""
     return isinstance(value, bool) and bool not in (hint, *get_args(hint))
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def _some_of(hint: Any) -> str:

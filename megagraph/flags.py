@@ -54,6 +54,7 @@ def in_words(size: float) -> str:
 
 
 def short(value: Any) -> str:
+    """A value as messages show it: at most 100 characters of its repr."""
     shown = hex(value) if isinstance(value, int) and value.bit_length() > 100 else repr(value)
     return shown if len(shown) <= 100 else f"{shown[:100]}..."
 

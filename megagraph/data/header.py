@@ -14,7 +14,7 @@ from megagraph import files
 from megagraph.data.cache import npy_head
 from megagraph.data.graph import MAX_CLASSES, PARTS
 from megagraph.data.names import Column, Vocabulary
-from megagraph.flags import in_words, listed
+from megagraph.flags import in_words, listed, short
 
 _FORMAT = "MegaGraph graph store"
 _VERSION = 2
@@ -75,10 +75,10 @@ def load_header(folder: Path) -> dict[str, Any]:
         raise ValueError(f"expected {what} of at most {_MAX_HEADER_BYTES} bytes, got {size} in {path}")
     header = files.read_json(path, what)
     if header.get("format") != _FORMAT:
-        got = _short(header.get("format"))
+        got = short(header.get("format"))
         raise ValueError(f"expected {what} with the format {_FORMAT!r}, got {got} in {path}; import the graph again")
     if header.get("version") != _VERSION:
-        got = _short(header.get("version"))
+        got = short(header.get("version"))
         raise ValueError(f"expected a graph store of version {_VERSION}, got {got} in {folder}; import it again")
     _check_header(path, header)
     return header
@@ -90,14 +90,14 @@ def names_in(header: dict[str, Any], where: Path) -> Vocabulary:
     given = header["names"]
     columns = given.get("columns") if isinstance(given, dict) else None
     if not isinstance(columns, list):
-        raise ValueError(f"expected {what} with a list of columns, got {_short(given)}; import the graph again")
+        raise ValueError(f"expected {what} with a list of columns, got {short(given)}; import the graph again")
     return files.typed(Vocabulary, given | {"columns": [files.typed(Column, x, what) for x in columns]}, what)
 
 
 def _check_header(path: Path, header: dict[str, Any]) -> None:
     def expect(right: bool, what: str, got: Any) -> None:
         if not right:
-            raise ValueError(f"expected {what} in {path}, got {_short(got)}; import the graph again")
+            raise ValueError(f"expected {what} in {path}, got {short(got)}; import the graph again")
 
     kinds = {"version": int, "id": str, "name": str, "in_features": int, "num_classes": int, "notes": dict}
     for key, kind in {**kinds, "arrays": dict}.items():
@@ -141,10 +141,6 @@ def _check_names(path: Path, header: dict[str, Any]) -> None:
             f"expected names of {header['num_classes']} classes and columns of {header['in_features']} features in "
             f"{path}, got {len(names.classes)} and {width}; import the graph again"
         )
-
-
-def _short(value: Any) -> str:
-    return shown if len(shown := repr(value)) <= 100 else f"{shown[:100]}..."
 
 
 def describe(folder: Path | str) -> str:

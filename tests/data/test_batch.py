@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from megagraph.attention.fields import MASKED_BUCKET, MAX_CHANNELS
 from megagraph.attention.layout import NodeLayout
 from megagraph.data.batch import Batch, Share
 from megagraph.data.cluster import ClusterBatches
@@ -16,7 +17,7 @@ from megagraph.data.datasets import synthetic_graph
 from megagraph.data.ego import EgoBatches
 from megagraph.data.graph import random_split
 from megagraph.data.loader import Loader
-from megagraph.data.options import BatchOptions
+from megagraph.data.options import MOST_BUCKETS, MOST_CHANNELS, BatchOptions
 from megagraph.data.prepare import prepare
 from megagraph.data.start import bias_labels, bias_start
 from tests.data.graphs import make_graph
@@ -388,6 +389,11 @@ def test_evaluation_keeps_the_order_of_nodes(graph):
 def test_prepare_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         prepared(make_graph(20, [(i, i + 1) for i in range(19)]), **options)
+
+
+def test_limits_are_those_of_attention():
+    """Options are read without torch, and so have numbers of their own."""
+    assert (MOST_CHANNELS, MOST_BUCKETS) == (MAX_CHANNELS, MASKED_BUCKET)
 
 
 def test_an_epoch_resumes_without_building_what_came_before(graph, monkeypatch):
