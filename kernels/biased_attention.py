@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megagraph.kernels import backward, forward, narrow_forward, tiles
 from megagraph.kernels.forward import Softmax
+from megagraph.kernels.geometry import Geometry
 from megagraph.kernels.launch import Recorder, planned
 from megagraph.kernels.learned import learned_pass
 from megagraph.kernels.operands import (
@@ -180,10 +181,16 @@ def launch_row_delta(recorder: Recorder, d_out: Tensor, delta: Tensor, of: Delta
 
 
 def launch_step_bwd(
-    q: Tensor, k: Tensor, v: Tensor, step: Step, gradients: Gradients, of: DeltaOf | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Step,
+    gradients: Gradients,
+    of: DeltaOf | None = None,
+    geometry: Geometry | None = None,
 ) -> None:
     """One visiting block's gradients, with delta made first if ``of`` says of what; two calls give the same bits."""
-    partials = _launch_bwd(q, k, v, step, gradients, of)
+    partials = _launch_bwd(q, k, v, step, gradients, of, geometry=geometry)
     if partials is not None:
         sum_partials(partials, gradients)
 

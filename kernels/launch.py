@@ -1,8 +1,8 @@
 """Launches, planned once for each geometry and repeated with other memory.
 
-What a launcher decides - tiles, grids, strides, constants, which binary - follows from shapes, strides, dtypes and
-alignment of its arguments, and takes longer to decide than the kernels of short sequences run. So a launcher runs once
-for each such geometry, before a :class:`Recorder`; calls that follow repeat the :class:`Plan` that this leaves.
+What a launcher decides - tiles, grids, strides, constants, which binary - follows from the geometry of its tensors and
+its other arguments, and takes longer to decide than the kernels of short sequences run. So a launcher runs once for
+each such geometry, before a :class:`Recorder`; calls that follow repeat the :class:`Plan` that this leaves.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from megagraph.kernels.geometry import Geometry, geometry_of
 from megagraph.kernels.tile import INTERPRET
 
 _MOST_PLANS = 4096  # sizes may vary from batch to batch; of a device they hold constants, which are small
 plans: dict[tuple, Plan] = {}
-_VALUES = frozenset({type(None), bool, int, float, str})  # isinstance takes longer
+_PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class Recorder:
@@ -96,42 +98,46 @@ class Plan:
             memory[place] = make(fields(memory))
         if not self._runs:  # now, as it loads them
             self._runs = [kernel[grid] for kernel, grid in self._kernels]
+        stream = _stream()
         for run, arguments in zip(self._runs, self._arguments, strict=True):
-            run(*arguments(memory))
+            run(*arguments(memory), **stream)
         return None if self._result is None else memory[self._result]
+
+
+def _stream() -> dict[str, Any]:
+    """The current stream, which each kernel would else ask for."""
+    if INTERPRET:
+        return {}
+    driver = triton.runtime.driver.active
+    return {"stream": driver.get_current_stream(driver.get_current_device())}
 
 
 def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """``launcher(recorder, *arguments)`` as a function of its arguments: tensors, the first on the device to use,
-    numbers, and dataclasses of tensors and hashable values. It may return an argument or memory of the recorder's."""
+    numbers, and dataclasses of tensors and hashable values. It may return an argument or memory of the recorder's.
+
+    ``geometry``: one that those of all tensors follow from, where the caller has it.
+    """
 
     @functools.wraps(launcher)
-    def run(*arguments: Any) -> Tensor | None:
-        device = arguments[0].device
-        keys: list[Any] = [launcher, device]
+    def run(*arguments: Any, geometry: Geometry | None = None) -> Tensor | None:
+        keys: list[Any] = [launcher]
         given: list[Tensor] = []
-        pointers: list[int] = []
         for x in _fields(arguments):
-            if x is None or type(x) in _VALUES:
-                keys.append(x)
-            elif isinstance(x, Tensor):
-                pointer, dtype = x.data_ptr(), x.dtype
-                keys += (Tensor, x.shape, x.stride(), dtype, pointer % 16)
-                pointers.append(pointer)
-                given.append(x.view(torch.uint8) if dtype is torch.bool else x)
+            if isinstance(x, Tensor):
+                keys.append(Tensor)
+                given.append(x.view(torch.uint8) if x.dtype is torch.bool else x)
             else:
-                keys.append(tuple(x) if isinstance(x, list) else x)
-        if len(set(pointers)) < len(pointers):  # who shares memory with whom
-            keys += map(pointers.index, pointers)
-        geometry = tuple(keys)
+                keys.append(tuple(x) if type(x) is list else x)
+        key = (geometry or geometry_of(given), *keys)
         with torch.cuda.device_of(arguments[0]):
-            if plan := plans.get(geometry):
+            if plan := plans.get(key):
                 return plan.repeat(given)
-            recorder = Recorder(device)
+            recorder = Recorder(arguments[0].device)
             result = launcher(recorder, *arguments)
         if len(plans) >= _MOST_PLANS:
             plans.clear()
-        plans[geometry] = Plan(recorder, given, result)
+        plans[key] = Plan(recorder, given, result)
         return result
 
     return run
@@ -140,8 +146,5 @@ def planned(launcher: Callable[..., Any]) -> Callable[..., Any]:
 def _fields(arguments: tuple[Any, ...]) -> list[Any]:
     values: list[Any] = []
     for x in arguments:
-        if type(x) in _VALUES or isinstance(x, Tensor):
-            values.append(x)
-        else:
-            values += vars(x).values()
+        values += [x] if isinstance(x, _PLAIN) else vars(x).values()
     return values

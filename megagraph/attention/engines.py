@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
+from megagraph.kernels.geometry import Geometry
 
 Impl = Literal["triton", "blocked", "blocked_long", "reference"]
 _INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("numba", "triton")}
@@ -33,10 +34,13 @@ class Engine(Protocol):
     def prepare(self, step: Step, q: Tensor) -> Step:
         """The step with what would else be made anew in every step of a ring."""
 
-    def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+    def forward(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, geometry: Geometry | None = None
+    ) -> None:
         """Fold the visiting keys into the state, or into its result at the last step.
 
-        q: [B, H, M, D]; k, v: [B, H, n, D] in its dtype; any strides.
+        q: [B, H, M, D]; k, v: [B, H, n, D] in its dtype; any strides. ``geometry``: that of all that is read, where the
+        state is new memory.
         """
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
@@ -44,9 +48,17 @@ class Engine(Protocol):
         ``backward`` does not find it itself; a gradient of lse enters with the other sign, None is 0."""
 
     def backward(
-        self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
+        self,
+        step: Step,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gradients: Gradients,
+        of: DeltaOf | None = None,
+        geometry: Geometry | None = None,
     ) -> None:
-        """The share of one visiting block; ``of``: what to make delta of first."""
+        """The share of one visiting block; ``of``: what to make delta of first; ``geometry``: that of all that is read,
+        where what is written is new memory."""
 
 
 class Triton:
@@ -73,12 +85,17 @@ class Triton:
         assert step.learned is not None
         return step.but(learned=pad_table(step.learned, q))
 
-    def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
-        if step.columns is not None:
-            from megagraph.kernels.listed_attention import launch_pairs_fwd as launch
+    def forward(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, geometry: Geometry | None = None
+    ) -> None:
+        if step.columns is not None:  # whose tiles follow from what is listed
+            from megagraph.kernels.listed_attention import launch_pairs_fwd
+
+            launch_pairs_fwd(q, k, v, step, state)
         else:
-            from megagraph.kernels.biased_attention import launch_step_fwd as launch
-        launch(q, k, v, step, state)
+            from megagraph.kernels.biased_attention import launch_step_fwd
+
+            launch_step_fwd(q, k, v, step, state, geometry=geometry)
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
         from megagraph.kernels.biased_attention import launch_row_delta
@@ -88,13 +105,23 @@ class Triton:
         return delta
 
     def backward(
-        self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
+        self,
+        step: Step,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gradients: Gradients,
+        of: DeltaOf | None = None,
+        geometry: Geometry | None = None,
     ) -> None:
         if step.columns is not None:
-            from megagraph.kernels.listed_attention import launch_pairs_bwd as launch
+            from megagraph.kernels.listed_attention import launch_pairs_bwd
+
+            launch_pairs_bwd(q, k, v, step, gradients, of)
         else:
-            from megagraph.kernels.biased_attention import launch_step_bwd as launch
-        launch(q, k, v, step, gradients, of)
+            from megagraph.kernels.biased_attention import launch_step_bwd
+
+            launch_step_bwd(q, k, v, step, gradients, of, geometry)
 
 
 class Blocked:
@@ -120,7 +147,9 @@ class Blocked:
     def prepare(self, step: Step, q: Tensor) -> Step:
         return step
 
-    def forward(self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State) -> None:
+    def forward(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, state: State, geometry: Geometry | None = None
+    ) -> None:
         _cpu_path(step).forward(step, q, k, v, state)
 
     def delta(self, step: Step, d_out: Tensor, out: Tensor, d_lse: Tensor | None) -> Tensor:
@@ -131,7 +160,14 @@ class Blocked:
         return (delta if d_lse is None else delta - d_lse).contiguous()
 
     def backward(
-        self, step: Step, q: Tensor, k: Tensor, v: Tensor, gradients: Gradients, of: DeltaOf | None = None
+        self,
+        step: Step,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gradients: Gradients,
+        of: DeltaOf | None = None,
+        geometry: Geometry | None = None,
     ) -> None:
         if of is not None:
             gradients = gradients.but(delta=self.delta(step, gradients.d_out, of.out, of.d_lse))

@@ -23,6 +23,7 @@ from megagraph.attention.checks import check_inputs, check_operands, check_scale
 from megagraph.attention.engines import ENGINES, Impl, choose, state_dtype
 from megagraph.attention.step import DeltaOf, Gradients, State, Step
 from megagraph.attention.sums import as_bias
+from megagraph.kernels.geometry import Geometry, geometry_of
 
 
 @overload
@@ -183,13 +184,15 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step, q, k, v, learned):
-        step = _checked(step, q, k, v)
-        out, lse = _forward(step, q, k, v)
+        step = _by_path(step, q, k)
         ctx.values, tensors = step.split()
+        geometry = geometry_of((q, k, v, *tensors))
+        if not _is_checked(geometry, step):
+            check_operands(step, q, k, v, whole=True)
+            geometry.checked = True
+        out, lse = _forward(step, q, k, v, geometry)
         ctx.set_materialize_grads(False)
-        saved = (q, k, v, *tensors, out, lse)
-        ctx.places = _places(saved)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(q, k, v, *tensors, out, lse)
         return out, lse
 
     @staticmethod
@@ -200,17 +203,18 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or is_watched(d_out, d_lse):
             *gradients, d_learned = _attention_backward(d_out, d_lse, out, lse, q, k, v, learned_grad, *step.flat())
         else:
-            _check_given(q, d_out, d_lse)
-            if _places(saved) != ctx.places:  # not what forward has checked
-                step = _checked_backward(step, q, k, v, d_out, d_lse, out, lse)
-            *gradients, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
+            geometry = geometry_of((*saved, d_out, d_lse))  # anew: much can be replaced or freed since forward
+            if not _is_checked(geometry, step):
+                _check_backward(step, q, k, v, d_out, d_lse, out, lse)
+                geometry.checked = True
+            step = _by_path(step, q, k)
+            *gradients, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad, geometry)
         return None, *gradients, d_learned if learned_grad else None
 
 
-def _places(tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, ...]]:
-    """Where and how tensors lie, to see what is replaced, freed or made smaller between forward and backward."""
-    there = [x for x in tensors if x is not None]
-    return [(x.data_ptr(), x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in there]
+def _is_checked(geometry: Geometry, step: Step) -> bool:
+    """Whether the operands of a step over all keys are in order; values of lists, which CPUs look at, may be others."""
+    return geometry.checked and (step.columns is None or step.columns.is_cuda)
 
 
 # ---- one step of a ring
@@ -286,24 +290,25 @@ def _(*args, **kwargs):
 )
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """out [B, H, M, D], lse [B, H, M]: one step that is first and last, over all keys."""
-    return _forward(_checked(Step.read(iter(arguments)), q, k, v), q, k, v)
+    step = Step.read(iter(arguments))
+    check_operands(step, q, k, v, whole=True)
+    return _forward(_by_path(step, q, k), q, k, v)
 
 
-def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of a checked step over all keys."""
+def _forward(step: Step, q: Tensor, k: Tensor, v: Tensor, geometry: Geometry | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of a checked step over all keys; ``geometry``: of all of it."""
     check_values(step)
     out = torch.empty_like(q)  # heads cut out of [B, M, H * D] give rows of it back without a copy
     lse = torch.empty(q.shape[:-1], dtype=state_dtype(q), device=q.device)
     if k.shape[2] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     if q.numel():
-        ENGINES[step.engine].forward(step, q, k, v, State(first=True, last=True, out=out, lse=lse))
+        ENGINES[step.engine].forward(step, q, k, v, State(first=True, last=True, out=out, lse=lse), geometry)
     return out, lse
 
 
-def _checked(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Step:
-    """The step over all keys on one rank, checked; ``short`` only where the engine takes that path."""
-    check_operands(step, q, k, v, whole=True)
+def _by_path(step: Step, q: Tensor, k: Tensor) -> Step:
+    """The step over all keys on one rank, ``short`` only where the engine takes that path."""
     short = step.short and q.numel() > 0 and k.numel() > 0 and ENGINES[step.engine].takes_short(step, q, k)
     return step if short == step.short else step.but(short=short)
 
@@ -331,32 +336,36 @@ def _attention_backward(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and the gradient of the learned part (empty unless ``learned_grad``)."""
-    step = _checked_backward(Step.read(iter(arguments)), q, k, v, d_out, d_lse, out, lse)
+    step = Step.read(iter(arguments))
+    _check_backward(step, q, k, v, d_out, d_lse, out, lse)
+    step = _by_path(step, q, k)
     dq, dk, dv, d_learned = _gradients(step, q, k, v, (d_out, d_lse, out, lse), learned_grad)
     return dq, dk, dv, q.new_empty(0) if d_learned is None else d_learned
 
 
-def _checked_backward(
+def _check_backward(
     step: Step, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> Step:
+) -> None:
     check_tensor("q", q, d_out.device, d_out.shape, d_out.dtype)  # the others are to fit q
-    step = _checked(step, q, k, v)
-    _check_given(q, d_out, d_lse)
-    check_tensor("out", out, q.device, q.shape, q.dtype)
-    _check_rows(q, lse=lse)
-    return step
-
-
-def _check_given(q: Tensor, d_out: Tensor, d_lse: Tensor | None) -> None:
+    check_operands(step, q, k, v, whole=True)
     check_tensor("d_out", d_out, q.device, q.shape, q.dtype)
     if d_lse is not None:
         check_tensor("d_lse", d_lse, q.device, q.shape[:3], state_dtype(q))
+    check_tensor("out", out, q.device, q.shape, q.dtype)
+    _check_rows(q, lse=lse)
 
 
 def _gradients(
-    step: Step, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, Tensor | None, Tensor, Tensor], learned_grad: bool
+    step: Step,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    learned_grad: bool,
+    geometry: Geometry | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and the gradient of the learned part, of a checked step; ``saved``: d_out, d_lse, out, lse."""
+    """dq, dk, dv and the gradient of the learned part, of a checked step; ``saved``: d_out, d_lse, out, lse;
+    ``geometry``: of all of these."""
     d_out, d_lse, out, lse = saved
     dq, dk, dv = (reuse.empty_like(x) for x in (q, k, v))
     learned = step.learned if learned_grad else None
@@ -366,7 +375,7 @@ def _gradients(
     )
     if q.numel() and k.shape[2]:
         delta_of = DeltaOf(out=out, d_lse=None if d_lse is None else d_lse.contiguous())
-        ENGINES[step.engine].backward(step, q, k, v, gradients, delta_of)
+        ENGINES[step.engine].backward(step, q, k, v, gradients, delta_of, geometry)
     else:
         gradients.of_no_keys()
     return dq, dk, dv, None if d_learned is None or learned is None else d_learned.to(learned.dtype)

@@ -162,6 +162,25 @@ def test_what_changes_before_backward(name, impl):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["q", "v", "index", "table"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_freed_or_cut_memory_of_what_was_in_order_before(when, name, impl):
+    def call():
+        return mg.biased_attention(q, k, v, problem.bias, key_padding_mask=problem.padding, impl=impl)
+
+    problem = make_problem("bucket", Shape(M, N, D, B=B, H=H), dtype=torch.float32)
+    q, k, v, table = (x.requires_grad_() for x in problem.inputs)
+    call().sum().backward()
+    out = call()
+    x = dict(q=q, v=v, index=problem.bias.index, table=table)[name]
+    x.data = x.detach().clone()  # memory that nobody has seen as an array, which could not be freed
+    for left in (x.nbytes - 1, 0):
+        x.untyped_storage().resize_(left)
+        with pytest.raises(ValueError, match=f"needs {x.nbytes} bytes of its storage, got {left}: it was"):
+            call() if when == "forward" else out.sum().backward(retain_graph=True)
+
+
 @of_a_cpu
 def test_packed_rows():
     q, k, v = (torch.randn(8, 6, requires_grad=True) for _ in range(3))

@@ -11,7 +11,7 @@ import torch
 import megagraph as mg
 from megagraph.attention.cpu import rows
 from megagraph.attention.cpu import tiles as long_path
-from megagraph.attention.operator import _checked, make_step
+from megagraph.attention.operator import _by_path, make_step
 from tests.attention.test_operator import run
 from tests.problems import FORMS, Shape, assert_matches, make_problem, to
 
@@ -100,7 +100,7 @@ def test_chosen_by_shape():
         q, k = (torch.zeros(2, 4, n, D, dtype=dtype) for n in (M, N))
         bias = bias and mg.DenseBias(bias.values[:, :, :M, :N])
         step = replace(make_step(q, bias, None, None, 0.0, None, "blocked", short), segments=[(0, 0, N)])
-        return _checked(step, q, k, k).short
+        return _by_path(step, q, k).short
 
     def dense(H, dtype=torch.float32):
         return mg.DenseBias(torch.zeros(2, H, 8, 8, dtype=dtype))

@@ -101,6 +101,20 @@ def test_who_shares_memory_makes_another_plan(same):
     torch.testing.assert_close(forward(q, d_out, v), mg.biased_attention(q, d_out, v, impl="reference"))
 
 
+def test_a_gradient_that_is_the_output_itself_makes_another_plan():
+    """As of out.square() / 2; the plan would serve any other gradient with the output."""
+    problem = make_problem("none", SHAPE)
+    q, k, v = inputs = [x.requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    got, want = (mg.biased_attention(q, k, v, impl=impl) for impl in ("triton", "reference"))
+    for d_out in (None, problem.d_out):
+        grads, expected = (
+            torch.autograd.grad(out, inputs, out.detach() if d_out is None else d_out, retain_graph=True)
+            for out in (got, want)
+        )
+        for x, y in zip(grads, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
 def test_a_launcher_hands_over_nothing_of_its_own():
     recorder, table = Recorder(torch.device(DEVICE)), torch.randn(1, 5, device=DEVICE)
     padded = torch.empty(1, 256, 1, device=DEVICE)  # neither given nor the recorder's
