@@ -107,6 +107,14 @@ def test_blocked_of_many_tiles_in_fp32(form, D):
 
 
 @of_a_cpu
+@pytest.mark.parametrize("form", FORMS)
+def test_blocked_of_wide_heads_in_fp32(form):
+    """Whose products are long sums."""
+    problem = make_problem(form, Shape(17, 17, 256), dtype=torch.float32)
+    assert_matches(run(problem, "blocked"), problem)
+
+
+@of_a_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMS)
 def test_blocked_in_half_precision(form, dtype):

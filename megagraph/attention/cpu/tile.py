@@ -34,6 +34,7 @@ from megagraph.simd import (
 
 MOST_ROWS, MOST_KEYS = 96, 240  # of a tile; compiled in
 WIDE = 2 * LANES
+LONGEST_SUM = 128  # terms one after another; more are several sums, as PyTorch has them, and round less
 
 
 class Pairs(NamedTuple):
@@ -143,10 +144,13 @@ def scores(rows, keys, D, m, n, out, wanted, place):
             if some_ahead:
                 for row in range(i, i + PRODUCT_ROWS):
                     fetch(ahead, at + row * stride + j)
-            if j < wide:
-                product_16(rows, i, 1, MOST_ROWS, D, keys, j, MOST_KEYS, out, i * MOST_KEYS + j, MOST_KEYS, False)
-            else:
-                product_8(rows, i, 1, MOST_ROWS, D, keys, j, MOST_KEYS, out, i * MOST_KEYS + j, MOST_KEYS, False)
+            to = i * MOST_KEYS + j
+            for d in range(0, D, LONGEST_SUM):
+                length, row, key = min(LONGEST_SUM, D - d), d * MOST_ROWS + i, d * MOST_KEYS + j
+                if j < wide:
+                    product_16(rows, row, 1, MOST_ROWS, length, keys, key, MOST_KEYS, out, to, MOST_KEYS, d > 0)
+                else:
+                    product_8(rows, row, 1, MOST_ROWS, length, keys, key, MOST_KEYS, out, to, MOST_KEYS, d > 0)
 
 
 @jit()
