@@ -77,6 +77,7 @@ def make_optimizers(pipeline: Pipeline, config: TrainConfig) -> list[torch.optim
     return optimizers
 
 
+@torch.enable_grad()
 def train_step(
     pipeline: Pipeline,
     optimizers: list[torch.optim.Optimizer],

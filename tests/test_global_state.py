@@ -1,4 +1,5 @@
-"""What torch keeps for the whole process is the caller's: its random numbers, and its default dtype."""
+"""What torch keeps for the whole process is the caller's: its random numbers, its default dtype, whether gradients are
+made."""
 
 from __future__ import annotations
 
@@ -50,3 +51,13 @@ def test_numbers_do_not_depend_on_the_default_dtype(tmp_path, changes):
         weights.append(Run.open(run).weights())
     assert all(torch.equal(weights[1][name], x) for name, x in weights[0].items())
     assert torch.equal(*probabilities)
+
+
+def test_a_caller_without_gradients_may_train(tmp_path):
+    """As from a callback of another training's evaluation."""
+    with torch.no_grad():
+        mg.Trainer(config(tmp_path / "without", epochs=1)).fit(graph())
+        assert not torch.is_grad_enabled()
+    mg.Trainer(config(tmp_path / "with", epochs=1)).fit(graph())
+    got, want = (Run.open(tmp_path / name).weights() for name in ("without", "with"))
+    assert all(torch.equal(got[name], x) for name, x in want.items())
