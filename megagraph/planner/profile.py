@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megagraph.flags import short
 from megagraph.models.config import ModelConfig
-from megagraph.parallel.mesh import ranks_of_nodes
+from megagraph.parallel.mesh import on_every_rank, ranks_of_nodes
 from megagraph.planner.cost import CostModel
 from megagraph.planner.fitting import fit
 from megagraph.planner.measure.computing import compute_rows, ring_rows
@@ -91,7 +91,9 @@ def profile(
         return found[0]
     if kept_only:
         return []
-    rows = [row | origin for row in _measure(config, workload, device, batches, budget_seconds, per_node)]
+    # what one rank fails at, such as its memory, all raise: the others would take its error for its rows
+    measured = on_every_rank(lambda: _measure(config, workload, device, batches, budget_seconds, per_node))
+    rows = [row | origin for row in measured]
     if dist.is_initialized():
         rows = [row | {"rank": dist.get_rank()} for row in rows]
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -344,11 +344,20 @@ def message_of(function: Callable) -> str:
     return "no error"
 
 
-def profile_of_uneven_nodes() -> None:
+def small_profile() -> None:
     config = mg.ModelConfig(in_features=8, num_classes=3, layers=2, dim=16, ffn_dim=32, heads=4, bias_size=3)
     workload = mg.planner.Workload(batch_sequences=4, num_nodes=24, num_super=2, num_targets=1)
+    on_every_rank(lambda: profile(config, workload, device=torch.device("cpu"), budget_seconds=1.0))
+
+
+def profile_of_uneven_nodes() -> None:
     with nodes_of([2, 1]):
-        profile(config, workload, device=torch.device("cpu"), budget_seconds=1.0)
+        small_profile()
+
+
+def profile_without_room(rank: int) -> None:
+    with patch("megagraph.planner.profile._measure", lambda *_: fail_on({rank}, MemoryError) and []):
+        small_profile()
 
 
 def with_sparse_features(scale: float) -> None:
@@ -425,6 +434,7 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
             "sparse features": lambda: message_of(partial(with_sparse_features, 1.0 + min(rank, 1))),
             "other program": lambda: message_of(partial(with_other_sources, min(rank, 1))),
             "uneven nodes": lambda: message_of(profile_of_uneven_nodes) if world_size == 3 else "",
+            "no room to measure": lambda: message_of(partial(profile_without_room, world_size - 1)),
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
             "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
             "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),
