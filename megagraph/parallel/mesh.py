@@ -68,7 +68,6 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
     if world_size() == 1 or dist.is_initialized():
         yield
         return
-    backend = choose_backend()
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, size = _rendezvous()
     # a group that finds the addresses of an earlier one in the store waits for sockets that are closed
@@ -81,6 +80,7 @@ def process_group(timeout_seconds: float = TrainConfig.timeout) -> Iterator[None
     try:
         failure.phase("start")
         group_store = dist.PrefixStore(prefix, store)
+        backend = backend_of_all(dist.PrefixStore(f"{prefix}/backend", store), rank, size)
         dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
         try:
             yield
@@ -131,6 +131,13 @@ def choose_backend() -> str:
     """gloo beside NCCL, as ranks must be able to talk before each has found its GPU; NCCL refuses ranks that share one,
     and gloo takes their messages through memory of the host."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= processes_here() else "gloo"
+
+
+def backend_of_all(store: dist.Store, rank: int, size: int) -> str:
+    """The backend that all ranks take: nodes may have other numbers of GPUs, and NCCL would wait for those on gloo."""
+    store.set(str(rank), choose_backend())
+    chosen = {store.get(str(other)).decode() for other in range(size)}
+    return "gloo" if len(chosen) > 1 else chosen.pop()
 
 
 @cache

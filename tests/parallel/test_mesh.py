@@ -94,6 +94,14 @@ def test_ranks_of_one_start_meet_whatever_earlier_ones_have_left():
         mesh.meet(store, 1, 3, 0.1)
 
 
+@pytest.mark.parametrize(("last", "backend"), [("gloo", "gloo"), ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl")])
+def test_a_node_with_fewer_gpus_than_processes_keeps_all_from_nccl(monkeypatch, last, backend):
+    store, asked = dist.HashStore(), iter(["cpu:gloo,cuda:nccl"] * 2 + [last])
+    monkeypatch.setattr(mesh, "choose_backend", lambda: next(asked))
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(lambda rank: mesh.backend_of_all(store, rank, 3), range(3))) == {backend}
+
+
 def test_a_group_of_gpus_alone_is_refused():
     """init_process_group("nccl") makes such a one: ranks could not agree whether to stop, after an epoch."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
