@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -361,11 +362,13 @@ def _out_of_memory(
 ) -> str:
     """Message of an error of memory: where, how much, and what can be done about it."""
     lines = str(error).strip().splitlines()
+    what = lines[0] if lines else type(error).__name__
+    own = not re.match(r"rank \d+: ", what)  # else on_every_rank has it from another one
     predicted = "" if predicted_bytes is None else f", where {in_words(predicted_bytes)} were predicted"
+    size = f", at {in_words(_peak_memory_bytes(device))}{predicted}" if own else ""
     return (
-        f"out of memory on rank {rank()} in {current_phase()}, plan {config.plan}, at "
-        f"{in_words(_peak_memory_bytes(device))}{predicted}: "
-        f"{lines[0] if lines else type(error).__name__}; less is taken by --checkpoint, by a smaller --batch-size or "
+        f"out of memory{f' on rank {rank()}' if own else ''} in {current_phase()}, plan {config.plan}{size}: {what}; "
+        "less is taken by --checkpoint, by a smaller --batch-size or "
         f"--sequence-nodes (now {config.batch_size} and {config.sequence_nodes}), by more --microbatches in a pipeline "
         "or more cp in the plan, and by --plan auto --memory-gib, which predicts what fits"
     )

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 import megagraph as mg
-from megagraph import epochs
+from megagraph import epochs, train
 from megagraph.checkpoint import Checkpoints
 from megagraph.config import AUTO
 from megagraph.run import Run
@@ -478,6 +478,15 @@ def test_running_out_of_memory_says_what_to_turn(tmp_path, monkeypatch):
         MemoryError,
         match=r"out of memory on rank 0 in forward and backward \(step 0\), plan 1,1,1, at \d.*--checkpoint",
     ):
+        mg.Trainer(config(tmp_path / "run")).fit(graph())
+
+
+def test_a_rank_without_room_is_named_by_the_others(tmp_path, monkeypatch):
+    def batches(*_):
+        raise MemoryError("rank 1: no room")  # as on_every_rank says it
+
+    monkeypatch.setattr(train, "batches", batches)
+    with pytest.raises(MemoryError, match=r"^out of memory in build, plan 1,1,1: rank 1: no room; less is taken by"):
         mg.Trainer(config(tmp_path / "run")).fit(graph())
 
 

@@ -202,6 +202,8 @@ def on_every_rank(function: Callable[[], T], group: dist.ProcessGroup | None = N
 
 def _kind(error: Exception) -> str:
     """The nearest built-in kind of an error, which every rank has; its own where that says nothing."""
+    if failure.is_out_of_memory(error):
+        return MemoryError.__name__  # a GPU's is a RuntimeError
     nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
     return (type(error) if nearest is Exception else nearest).__name__
 

@@ -434,6 +434,9 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
             "sparse features": lambda: message_of(partial(with_sparse_features, 1.0 + min(rank, 1))),
             "other program": lambda: message_of(partial(with_other_sources, min(rank, 1))),
             "uneven nodes": lambda: message_of(profile_of_uneven_nodes) if world_size == 3 else "",
+            "no room on a GPU": lambda: message_of(
+                lambda: on_every_rank(lambda: fail_on({world_size - 1}, torch.OutOfMemoryError))
+            ),
             "no room to measure": lambda: message_of(partial(profile_without_room, world_size - 1)),
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
             "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),

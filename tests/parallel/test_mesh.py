@@ -37,6 +37,7 @@ from tests.parallel.cases import BAD_PLANS
             "ValueError: a profile, and so --plan auto, needs as many ranks on every node, side by side, got "
             "[[0, 1], [2]]; start as many on each, or give the plan (--plan pp,cp,dp)",
         ),
+        ("no room on a GPU", "MemoryError: rank 2: the disk is full"),
         ("no room to measure", "MemoryError: rank 2: the disk is full"),
         ("fails on the last", "OSError: rank 2: the disk is full"),
         ("fails everywhere", "OSError: the disk is full"),
