@@ -30,6 +30,7 @@ from megagraph.parallel.mesh import (
     found_everywhere,
     on_rank_zero,
     rank,
+    world_size,
 )
 from megagraph.parallel.pipeline import Pipeline
 from megagraph.parallel.replicate import gather_tensors
@@ -76,7 +77,7 @@ class Epochs:
         self.eval_loader = load(self.eval_nodes, shuffle=False)
         self.optimizers = make_optimizers(pipeline, config)
         in_stages = pipeline.plan.pp > 1
-        traced = partial(recorder, run.folder / "trace", rank(), run=run.id, pipeline=in_stages)
+        traced = partial(recorder, run.folder / "trace", rank(), ranks=world_size(), run=run.id, pipeline=in_stages)
         self.profiler = traced() if config.trace else None
         if self.profiler is not None:
             self.profiler.start()

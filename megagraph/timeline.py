@@ -36,14 +36,18 @@ class Span:
     stop: float
 
 
-def recorder(folder: Path, rank: int, *, run: str | None = None, pipeline: bool = False) -> profile:
+def recorder(folder: Path, rank: int, *, ranks: int, run: str | None = None, pipeline: bool = False) -> profile:
     """A profiler, to be told of every step, that traces a few of them into folder/rank-RANK.json.gz.
 
-    With ``pipeline`` the waits of this rank's stages for those of other ranks become spans, too; ``run`` is noted.
+    With ``pipeline`` the waits of this rank's stages for those of other ranks become spans, too; ``run`` is noted. Of
+    ``ranks`` the first removes what more of them have left, before the run went on with fewer.
     """
 
     def write(profiler: profile) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        for stale in _traces(folder) if rank == 0 else ():
+            if _rank_of(stale) >= ranks:
+                stale.unlink()
         path = folder / f"rank-{rank}.json.gz"
         profiler.export_chrome_trace(str(path))
         trace = _load(path) | {"megagraph_run": run}
@@ -66,12 +70,12 @@ def read(folder: Path, run: str | None = None) -> list[Span]:
         FileNotFoundError: no traces are there.
         ValueError: a trace is damaged, holds no training step, or is that of another run.
     """
-    files = sorted(path for path in folder.glob("rank-*.json.gz") if path.name[5:-8].isdecimal())
+    files = _traces(folder)
     if not files:
         raise FileNotFoundError(f"{folder} must hold the traces of a run, rank-0.json.gz, ...; train with --trace")
     spans = []
     for file in files:
-        rank = int(file.name.split(".")[0].split("-")[1])
+        rank = _rank_of(file)
         trace = _load(file)
         if run is not None and trace.get("megagraph_run") != run:
             raise ValueError(f"expected a trace of this run in {file}, got that of another run; {_AGAIN}")
@@ -102,6 +106,14 @@ def name_bubbles(trace: dict[str, Any]) -> None:
                     wait = {"name": BUBBLE, "ts": reached, "dur": event["ts"] - reached, "args": {}}
                     trace["traceEvents"].append(event | wait)
                 reached = max(reached, event["ts"] + event["dur"])
+
+
+def _traces(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("rank-*.json.gz") if path.name[5:-8].isdecimal())
+
+
+def _rank_of(trace: Path) -> int:
+    return int(trace.name[5:-8])
 
 
 def _load(path: Path) -> dict[str, Any]:

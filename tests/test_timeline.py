@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.profiler import record_function
 
 import megagraph as mg
 from megagraph import timeline
@@ -133,6 +134,16 @@ def test_a_trace_of_another_run(tmp_path):
     folder = write_traces(tmp_path / "trace")
     with pytest.raises(ValueError, match=r"expected a trace of this run in .*rank-0.json.gz, got that of another run"):
         timeline.read(folder, run="mine")
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_has_no_traces_of_others(tmp_path):
+    folder = write_traces(tmp_path / "trace")
+    with timeline.recorder(folder, 0, ranks=1) as profiler:
+        for _ in range(timeline.SKIPPED_STEPS + timeline.TRACED_STEPS):
+            with record_function(timeline.STEP):
+                pass
+            profiler.step()
+    assert {span.rank for span in timeline.read(folder)} == {0}
 
 
 def test_a_traced_run_has_all_spans_and_a_picture(tmp_path, capsys):

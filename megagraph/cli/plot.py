@@ -67,7 +67,10 @@ def plot_timeline(run: tyro.conf.Positional[Path], /, *, cost: Path | None = Non
         opened.check_output(path)
         plan, spans = opened.config.parallel_plan(), timeline.read(run / "trace", opened.id)
         if (ranks := sorted({span.rank for span in spans})) != [*range(plan.world_size)]:
-            raise ValueError(f"expected traces of the ranks 0..{plan.world_size - 1} in {run / 'trace'}, got {ranks}")
+            raise ValueError(
+                f"expected traces of the ranks 0..{plan.world_size - 1} in {run / 'trace'}, got {ranks}; trace the run "
+                "again"
+            )
         predicted = None
         if cost is not None:
             fitted = CostModel.load(cost)
