@@ -18,7 +18,7 @@ import tyro
 PREDICTED = Path(__file__).parent / "results" / "compile" / "predicted.json"
 
 Row = dict[str, Any]
-_CASE = ("B", "H", "M", "N", "D", "form", "dtype", "num_super")
+_CASE = ("series", "B", "H", "M", "N", "D", "form", "dtype", "num_super")  # a shape may be in several series
 
 
 def load(folder: Path) -> list[Row]:
