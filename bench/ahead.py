@@ -27,6 +27,7 @@ CACHE = Path("/tmp/megagraph_kernels")  # its files name each other by their who
 
 def main(archive: tyro.conf.Positional[Path], tests: tyro.conf.Positional[tuple[str, ...]] = ()) -> None:
     """Write the binaries of what the tests launch; what is compiled already stays."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "pytest", "-p", "bench.ahead", "-n", str(os.cpu_count())]
     command += ["-q", "--tb=no", "-o", "filterwarnings=default", "--benchmark-disable", "-m", "slow or not slow"]
