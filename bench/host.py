@@ -133,6 +133,9 @@ def main(old: Path | None = None) -> None:
     """Print medians and the spread, and write the rows to bench/results/cpu/host.json."""
     from bench.provenance import PACKAGE, write_rows
 
+    # the installed package would be measured in its place
+    if old is not None and not (old / "megagraph" / "__init__.py").exists():
+        raise SystemExit(f"expected a checkout of the package, got {old} without megagraph/; name its folder")
     runs = [measure({"new": HERE} | ({} if old is None else {"old": old.resolve()})) for _ in range(RUNS)]
     found = {name: np.concatenate([run[name] for run in runs]) for name in runs[0]}
     rows = []
