@@ -56,6 +56,7 @@ from megagraph.train import Trainer
 
 FOLDER = "accuracy"
 TUNED = "tuned"  # the file that says what these are like
+SYSTEMS = (*BASELINES, *OURS, *MORE_BASELINES, *CONVOLVED, *LABELLED)
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def run_piece(piece: Piece, settings: dict[str, Any], of: str, root: Path) -> di
 def run(
     root: Path,
     sets: tuple[str, ...] = COMPARED,
-    systems: tuple[str, ...] = (*BASELINES, *OURS, *MORE_BASELINES, *CONVOLVED, *LABELLED),
+    systems: tuple[str, ...] = SYSTEMS,
     minutes: float = 20.0,
     part: str = "0/1",
 ) -> None:
@@ -256,8 +257,12 @@ def run(
         minutes: nothing is begun that may end later than this.
         part: i/n, every n-th piece from the i-th on.
     """
+    if unknown := sorted({*systems} - {*SYSTEMS}):
+        raise SystemExit(f"expected --systems of {', '.join(SYSTEMS)}, got {', '.join(unknown)}")
+    own, _, parts = (int(word) if word.isdecimal() else -1 for word in part.partition("/"))
+    if not 0 <= own < parts:
+        raise SystemExit(f"expected --part i/n with 0 <= i < n, as 0/2 and 1/2, got {part}")
     torch.set_num_threads(1)
-    own, parts = map(int, part.split("/"))
     ends = time.monotonic() + 60 * minutes
     waiting: dict[tuple[str, str], list[str]] = {}
     for number, piece in enumerate(piece for name in sets for piece in pieces(name) if piece.system in systems):

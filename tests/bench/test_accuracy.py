@@ -270,6 +270,18 @@ def test_ours_trains_on_the_cpu_as_baselines_do(monkeypatch, tmp_path):
         accuracy.ours(Piece("cora", "megagraph", 0, 0), {}, None, None, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"systems": ("gcn", "gnc")}, "expected --systems of gcn, .*, got gnc"),
+        *(({"part": part}, f"expected --part i/n .*, got {part}") for part in ("2/2", "0/0", "-1/2", "half", "1")),
+    ],
+)
+def test_what_would_train_nothing_is_refused(given, said, tmp_path):
+    with pytest.raises(SystemExit, match=said):
+        accuracy.run(root=tmp_path, minutes=0.0, **given)
+
+
 @pytest.mark.slow
 def test_a_run_trains_what_has_no_row_and_nothing_twice(results, monkeypatch, tmp_path, capsys):
     graph = synthetic_graph(num_nodes=200, num_classes=3, in_features=8)
