@@ -25,6 +25,11 @@ def pytest_addoption(parser):
     parser.addoption("--budget", type=float, default=float("inf"), help="seconds after which no bench starts")
 
 
+def pytest_configure(config):
+    if config.getoption("--rows") is not None and config.getoption("numprocesses", None):
+        raise pytest.UsageError("expected --rows without -n, got both: workers slow and overwrite each other; name one")
+
+
 def pytest_runtest_setup(item):
     if time.monotonic() - _started > item.config.getoption("--budget"):
         pytest.skip("out of time")
@@ -35,12 +40,13 @@ def record(request) -> Callable[[dict[str, Any]], None]:
     """Writes a row at once, with its origin and the versions of what only peers use: what was measured survives
     whatever ends the run."""
     folder = request.config.getoption("--rows")
-    versions = {"jax": version("jax") if find_spec("jax") else None, "cudnn": torch.backends.cudnn.version()}
+    more = {"jax": version("jax") if find_spec("jax") else None, "cudnn": torch.backends.cudnn.version()}
+    more |= {"quick": True} if request.config.getoption("--smoke") else {}
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
         if folder is not None:
-            rows.append(row | versions | origin(results=folder))
+            rows.append(row | more | origin(results=folder))
             path = folder / f"{request.module.__name__.rpartition('.test_')[2]}.json"
             path.with_suffix(".part").write_text(json.dumps(rows, indent=1) + "\n")
             path.with_suffix(".part").replace(path)

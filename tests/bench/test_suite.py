@@ -11,11 +11,12 @@ import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import compile_report, measure, processes, tables, tune
+from bench import compile_report, conftest, host, measure, processes, tables, tune
 from bench import test_ring as ring
 from bench.floors import RATES, floor
 from bench.mutant_list import MUTANTS
@@ -44,7 +45,7 @@ def test_benches_run_and_tables_come_from_their_rows(tmp_path, capsys):
     rows = smoke(tmp_path, "bench")
     told = {"unit", "device", "torch", "triton", "commit", "B", "H", "M", "N", "D", "form", "dtype", "direction"}
     for row in rows:
-        assert row.keys() >= told | {"contender", "series"}, row
+        assert row.keys() >= told | {"contender", "series"} and row["quick"], row
         assert row.get("refusal") or 0 < row["min"] <= row["median"] <= row["max"], row
     assert {row["contender"] for row in rows} == {
         *CONTENDERS,
@@ -223,6 +224,32 @@ def test_floor_and_prediction_reach_the_table():
     assert "| backward | 5 | megagraph triton | 40% | 2.50 | 2.1 | 2.5 | bwd: hbm | 2.00 |" in table
 
 
+def test_a_shape_that_is_in_two_series_has_its_backward_in_both():
+    row = {name: 8 for name in "BHMND"} | {"form": "bucket", "dtype": "bfloat16", "contender": "megagraph_triton"}
+    times = {"forward": {"median": 1.0, "floor": 0.5}, "forward_backward": {"median": 3.0, "floor": 2.0}}
+    rows = [
+        row | {"series": series, "direction": direction, **of}
+        for series in ("shapes", "N")
+        for direction, of in times.items()
+    ]
+    assert [(row["series"], row["median"]) for row in tables._backward(rows)] == [("shapes", 2.0), ("N", 2.0)]
+
+
+def test_rows_of_workers_are_refused():
+    options = {"--rows": Path("rows"), "numprocesses": 2}
+    config = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))
+    with pytest.raises(pytest.UsageError, match="expected --rows without -n"):
+        conftest.pytest_configure(config)
+    options["numprocesses"] = None
+    conftest.pytest_configure(config)
+
+
+def test_a_folder_without_the_package_is_not_measured_as_another_checkout(tmp_path, monkeypatch):
+    monkeypatch.delattr(host, "start")
+    with pytest.raises(SystemExit, match=r"expected a checkout of the package, got .* without megagraph/"):
+        host.main(old=tmp_path)
+
+
 def wrong(form, q, k, v, data, *learned):
     return 1.01 * eager(form, q, k, v, data, *learned)
 
@@ -313,7 +340,8 @@ def test_products_of_too_few_numbers_are_found(shape, width, misfits):
 
 @pytest.mark.slow
 def test_kernels_are_compiled_ahead(tmp_path):
-    archive, test = tmp_path / "kernels.tar.xz", "bench/test_values.py::test_operator[bfloat16-8-none-triton]"
+    archive = tmp_path / "wheels" / "kernels.tar.xz"
+    test = "bench/test_values.py::test_operator[bfloat16-8-none-triton]"
     done = subprocess.run(
         [sys.executable, "-m", "bench.ahead", archive, test], cwd=ROOT, capture_output=True, text=True
     )
