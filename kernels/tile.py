@@ -201,7 +201,7 @@ def exp(x, s, pivot):
         return tl.exp2(s * LOG2E - pivot)
     elif s.dtype == tl.float32:
         d = s - pivot
-        d = tl.where(d == -float("inf"), -256.0, d)  # 0 all the same, without infinity less itself
+        d = tl.where(d < -256.0, -256.0, d)  # 0 all the same, without infinity less itself; NaN stays
         power = d * LOG2E
         left_out = tl.fma(d, tl.full(d.shape, LOG2E, tl.float32), -power) + d * LOG2E_REST
         p = tl.exp2(power)

@@ -405,6 +405,18 @@ def test_a_large_bias_does_not_overflow():
         assert_matches(run(problem, impl), problem)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")  # to -inf, in base 2
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_least_number_masks_as_minus_infinity_does(impl, dtype):
+    problem = make_problem("dense", Shape(9, 37, 8), dtype=dtype, padded=False)
+    problem.bias.values[..., 0] = 0.0  # no row is empty
+    least = torch.where(problem.bias.values == -torch.inf, torch.finfo(dtype).min, problem.bias.values)
+    got, want = run(replace(problem, bias=mg.DenseBias(least)), impl), run(problem, impl)
+    for name, x in want.items():
+        assert torch.equal(got[name], x), name
+
+
 @of_a_cpu
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("impl", ["blocked", "blocked_long"])
