@@ -69,7 +69,7 @@ def learned_pass(
     PAIRS: tl.constexpr = BLOCK_M * BLOCK_N // WARPS
     flat = tl.arange(0, PAIRS)
     offs_m = tl.arange(0, WARPS)[:, None] * (BLOCK_M // WARPS) + (flat // BLOCK_N)[None, :]
-    offs_n = (flat % BLOCK_N)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    offs_n = ((flat % BLOCK_N)[None, :] + tl.zeros([WARPS, 1], tl.int32)).to(x.OFFSETS)
     exist = offs_m < x.M - row
     near_m = tl.minimum(offs_m, x.M - 1 - row).to(x.OFFSETS)
     stride_b, stride_h, stride_m, stride_n = ds.strides

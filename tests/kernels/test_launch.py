@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import megagraph as mg
-from tests.problems import DEVICE, FORMS, Problem, Shape, make_problem
+from tests.problems import DEVICE, FORMS, Problem, Shape, make_problem, of_a_cpu
 
 pytest.importorskip("triton", reason="triton has wheels for Linux only")
 
@@ -169,3 +171,15 @@ def test_offsets_of_many_heads_are_wide_enough(heads, kind):
     """In elements, up to the last head and the last row of a tile."""
     rows = torch.empty(1, heads, 4, 8, device="meta").as_strided((1, heads, 4, 8), (1, (1 << 23) - 8, 8, 1))
     assert str(operands._offsets_dtype([rows])) == kind
+
+
+@of_a_cpu
+def test_columns_of_an_index_may_lie_far_apart():
+    """Pages that nobody touches take no memory; the third column is 2**32 - 128 bytes from the first."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (4, 3, 3))
+    index, table = torch.randint(1, 5, (1, 4, 3), dtype=torch.uint8), torch.randn(2, 5)
+    memory = mmap.mmap(-1, (1 << 32) + 4096)
+    far = torch.frombuffer(memory, dtype=torch.uint8).as_strided((1, 4, 3), (0, 1, (1 << 31) - 64), 1024).copy_(index)
+    problems = (Problem(q, k, v, mg.BucketBias(x, table), None, 0.0, None, q, q[..., 0]) for x in (index, far))
+    assert_same(*(call(problem, problem.inputs) for problem in problems))
