@@ -47,7 +47,7 @@ def row_delta(d_out, out, d_lse_ptr, delta_ptr, num_rows, H, M, D: tl.constexpr,
     flat = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     bh = flat // M
     b, h, row, exists = bh // H, bh % H, flat % M, flat < num_rows
-    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
     inside = exists[:, None] & (offs_d < D)
     product = tl.full([BLOCK_M, BLOCK_D], 1.0, delta_ptr.dtype.element_ty)
     for i in tl.static_range(2):

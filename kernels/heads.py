@@ -26,7 +26,7 @@ def heads_ptrs(x, t, of, WIDTH: tl.constexpr):
     stride_h = t.strides[1] // x.ALIGNMENT * x.ALIGNMENT
     stride_row = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
     offsets = of.heads.to(x.OFFSETS)[:, None, None] * stride_h + of.offs.to(x.OFFSETS)[None, :, None] * stride_row
-    offs_d = tl.arange(0, WIDTH)[None, None, :]
+    offs_d = tl.arange(0, WIDTH).to(x.OFFSETS)[None, None, :]
     return (t.ptr + of.b * stride_b + of.start * stride_row) + (offsets + offs_d * t.strides[3])
 
 

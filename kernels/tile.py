@@ -130,7 +130,7 @@ def row_offsets(x, t, rows):
     """Offsets [BLOCK, BLOCK_D] of ``rows`` within one head of t, and which columns exist."""
     offs_d = tl.arange(0, x.BLOCK_D)[None, :]
     stride = t.strides[2] // x.ALIGNMENT * x.ALIGNMENT
-    return rows.to(x.OFFSETS)[:, None] * stride + offs_d * t.strides[3], offs_d < x.D
+    return rows.to(x.OFFSETS)[:, None] * stride + offs_d.to(x.OFFSETS) * t.strides[3], offs_d < x.D
 
 
 @triton.jit

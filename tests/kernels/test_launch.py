@@ -183,3 +183,16 @@ def test_columns_of_an_index_may_lie_far_apart():
     far = torch.frombuffer(memory, dtype=torch.uint8).as_strided((1, 4, 3), (0, 1, (1 << 31) - 64), 1024).copy_(index)
     problems = (Problem(q, k, v, mg.BucketBias(x, table), None, 0.0, None, q, q[..., 0]) for x in (index, far))
     assert_same(*(call(problem, problem.inputs) for problem in problems))
+
+
+@of_a_cpu
+@pytest.mark.parametrize("entries", [0, 40], ids=["one head a program", "narrow heads"])
+def test_columns_of_rows_may_lie_far_apart(entries):
+    """The third number of a row is 2**33 - 4096 bytes from the first."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 4, 3, dtype=torch.float16)
+    bias = mg.BucketBias(torch.randint(entries, (1, 4, 4)), torch.randn(2, entries)) if entries else None
+    memory = torch.frombuffer(mmap.mmap(-1, (1 << 33) + 65536), dtype=torch.float16)
+    far = memory.as_strided(q.shape, (0, 64, 8, (1 << 31) - 1024), 4096).copy_(q)
+    problems = (Problem(x, q, q, bias, None, 0.0, None, x, q[..., 0]) for x in (q, far))
+    assert_same(*(call(problem, problem.inputs) for problem in problems))
