@@ -90,10 +90,8 @@ def run(beds: tuple[str, ...] = tuple(BEDS), again: bool = False) -> None:
     Args:
         again: beds that have rows of these sources, too.
     """
-    reason = network.refusal()
-    if reason is not None:
-        print(f"no bed: {reason}")
-        return
+    if (reason := network.refusal()) is not None:
+        raise SystemExit(f"no hosts: {reason}")
     for name in beds:
         path = FOLDER / f"{name}.json"
         if again or not path.exists() or not all(map(current, rows_of(path))):

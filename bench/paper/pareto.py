@@ -47,10 +47,8 @@ FOLDER = RESULTS / "cpu" / "pareto"
 
 def run() -> None:
     """Predict all plans, train some, and write their rows."""
-    reason = network.refusal()
-    if reason is not None:
-        print(f"no bed: {reason}")
-        return
+    if (reason := network.refusal()) is not None:
+        raise SystemExit(f"no hosts: {reason}")
     network.run(BED, ("-m", "bench.paper.pareto", "worker"), TIMEOUT)
     judge()
 

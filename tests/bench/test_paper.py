@@ -14,7 +14,7 @@ import tyro
 
 from bench import provenance
 from bench.paper import __main__ as paper
-from bench.paper import cluster, compared, cost_model, device_runs, epoch_time, raw_files, trials
+from bench.paper import cluster, compared, cost_model, device_runs, epoch_time, pareto, raw_files, trials
 from bench.paper.page import page
 from bench.provenance import RESULTS, ROOT, rows_of
 from megagraph.data.datasets import load_graph
@@ -116,6 +116,13 @@ def test_beds_with_rows_of_other_sources_are_trained(tmp_path, monkeypatch):
         trained.clear()
         cluster.run((old, new, none), again)
         assert trained == names
+
+
+@pytest.mark.parametrize("module", [cluster, pareto])
+def test_beds_that_cannot_be_made_are_no_success(module, monkeypatch):
+    monkeypatch.setattr(module.network, "refusal", lambda: "network namespaces need root")
+    with pytest.raises(SystemExit, match="no hosts: network namespaces need root"):
+        module.run()
 
 
 def test_times_of_another_torch_are_not_gone_on_with(tmp_path, monkeypatch):
