@@ -111,24 +111,29 @@ def attention(shares: np.ndarray, kinds: list[str], path: Path) -> None:
 def _by_layer_and_head(
     values: np.ndarray, start: np.ndarray | None, labels: list[str], what: str, path: Path | BinaryIO
 ) -> None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    columns = min(4, len(values))
+    columns, num_heads = min(4, len(values)), values.shape[1]
     rows = -(-len(values) // columns)
-    wide = max(3.0, 0.14 * len(labels))
-    figure = Figure(figsize=(1.5 + wide * columns, 0.8 + 2.8 * rows), layout="constrained")
+    wide = max(3.0, 0.15 * len(labels))
+    beside = -(-(num_heads + 1) // (14 * rows))  # columns of the legend
+    figure = Figure(figsize=(0.3 + 1.2 * beside + wide * columns, 0.8 + 2.8 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    named = colormaps["tab10"] if num_heads <= 10 else colormaps["viridis"].resampled(num_heads)  # no two alike
     for layer, (panel, heads) in enumerate(zip(panels, values, strict=False)):
         for head, of_head in enumerate(heads):
-            panel.plot(of_head, ".-", linewidth=0.8, label=f"head {head}" if layer == 0 else None)
+            label = f"head {head}" if layer == 0 else None
+            panel.plot(of_head, ".-", color=named(head), linewidth=0.8, label=label)
         if start is not None:
             panel.plot(start, "k--", linewidth=0.8, label="start" if layer == 0 else None)
         panel.set_title(f"layer {layer}")
-        panel.set_xticks(range(len(labels)), labels, rotation=90)
+        panel.set_xticks(range(len(labels)), labels, rotation=90, fontsize="small")
+        panel.tick_params(labelbottom=layer + columns >= len(values))  # also where nothing is below
     for panel in panels[len(values) :]:
         panel.set_visible(False)
     figure.supylabel(what)
-    figure.legend(loc="outside right upper", frameon=False)
+    figure.legend(loc="outside right upper", ncols=beside, frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_curves_show_what_is_in_the_files(runs, tmp_path, monkeypatch):
     legend = [text.get_text() for text in two.legends[0].get_texts()]
     assert legend[:2] == [r" _\$finished\$, validation", r" _\$finished\$, test"] and "stopped, test" in legend
     assert legend.count("best epoch") == 1 and two.get_suptitle() == "2 runs"
+
+
+def test_every_panel_of_layers_has_its_kinds_and_every_head_a_colour(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    values, kinds = np.random.default_rng(0).random((6, 40, 25)), [f"kind {i}" for i in range(25)]
+    plots.attention(values, kinds, tmp_path / "attention.png")
+    (figure,) = drawn
+    panels = [panel for panel in figure.axes if panel.get_visible()]
+    assert [panel.xaxis.get_tick_params()["labelbottom"] for panel in panels] == 2 * [False] + 4 * [True]
+    assert len({tuple(line.get_color()) for line in panels[0].lines}) == 40
+    figure.draw_without_rendering()
+    places = [label.get_window_extent() for label in panels[-1].get_xticklabels()]
+    assert all(left.x1 <= right.x0 for left, right in pairwise(places))
+    legend = figure.legends[0].get_window_extent()
+    assert legend.y0 >= 0 and legend.x1 <= figure.bbox.x1
 
 
 def test_of_several_labels_or_two_classes(tmp_path):
