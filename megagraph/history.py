@@ -47,7 +47,7 @@ class History:
         epochs, steps = run.progress(whole=True)
         metric: str = config.metric
         if metric == "auto":
-            metric = (OF_LABELS if any("val_micro_f1" in line for line in epochs) else OF_CLASSES)[0]
+            metric = (OF_LABELS if graph.several_labels else OF_CLASSES)[0]
         return cls(
             name=run.folder.name if name is None else name,
             title=f"{model_of(config)} on {graph.name}",

@@ -33,7 +33,8 @@ def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) 
     score.set(xlabel="epoch", ylabel=metric)
     from matplotlib.ticker import MaxNLocator
 
-    score.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for panel in panels:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # one step has one number
     majorities = {run.majority for run in runs if run.majority is not None}
     for majority in majorities:
         score.axhline(majority, color="0.4", linestyle=":", label="majority")
@@ -61,10 +62,10 @@ def _draw_run(panels: Any, run: History, number: int, *, alone: bool) -> None:
     loss, score, rate = panels
     color, other = f"C{number}", "C1" if alone else f"C{number}"
     steps, losses = run.losses()
-    mean = smoothed(losses)
+    rates = [line["learning_rate"] for line in run.steps]
     loss.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
-    loss.plot(steps, mean, ".-" if len(steps) == 1 else "-", color=color, linewidth=1.4)
-    rate.plot([line["step"] for line in run.steps], [line["learning_rate"] for line in run.steps], color=color)
+    loss.plot(steps, smoothed(losses), ".-" if len(steps) == 1 else "-", color=color, linewidth=1.4)
+    rate.plot([line["step"] for line in run.steps], rates, ".-" if len(rates) == 1 else "-", color=color)
     epochs = [line["epoch"] for line in run.epochs]
     for part, name, style, tint in (("val", "validation", ".-", color), ("test", "test", ".--", other)):
         values = [np.nan if (x := line.get(f"{part}_{run.metric}")) is None else x for line in run.epochs]

@@ -99,6 +99,20 @@ def test_of_several_labels_or_two_classes(tmp_path):
     found = [History.of(Run.of(tmp_path / name)) for name in ("two", "several")]
     assert [run.metric for run in found] == ["roc_auc", "micro_f1"]
     assert [run.majority for run in found] == [None, summary.majority_micro_f1]
+    (tmp_path / "several" / "metrics.jsonl").unlink()
+    assert History.of(Run.of(tmp_path / "several")).metric == "micro_f1"  # before the first epoch has ended, too
+
+
+def test_one_step_is_seen_and_has_a_whole_number(runs, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    whole = History.of(Run.of(runs[0]))
+    plots.curves([replace(whole, steps=whole.steps[:1], epochs=whole.epochs[:1])], tmp_path / "one.png")
+    loss, score, rate = drawn[0].axes
+    for panel in (loss, score, rate):
+        low, high = panel.get_xlim()
+        assert [tick for tick in panel.get_xticks() if low <= tick <= high] == [0]
+    assert loss.lines[1].get_marker() == rate.lines[0].get_marker() == "."
 
 
 def test_the_command(runs, tmp_path):
