@@ -36,6 +36,12 @@ def _figure(columns: int) -> tuple[Any, Any]:
     return figure, figure.subplots(1, columns, squeeze=False)[0]
 
 
+def _small_ticks(axis: Any) -> None:
+    """Numbers of a logarithmic axis that do not overlap."""
+    axis.tick_params(which="both", labelsize=7)
+    axis.tick_params(axis="x", which="both", labelrotation=45)
+
+
 def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
     """Predicted against measured, seconds and bytes, and latency against layers; a random third was held out.
 
@@ -62,12 +68,14 @@ def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
                 fitness = r_squared(np.log(np.maximum(predicted, 1e-12)), np.log(measured))
             else:
                 fitness = r_squared(predicted, measured)
-            label = f"{name}: MAPE {mape(predicted, measured):.1%}, R$^2$ {fitness:.3f}"
+            of = " of log time" if unit == "seconds" else ""
+            label = f"{name}: MAPE {mape(predicted, measured):.1%}, R$^2${of} {fitness:.3f}"
             axis.loglog(measured, predicted, marker, label=label)
             lows += [min(measured), max(measured)]
         axis.plot([min(lows), max(lows)], [min(lows), max(lows)], "k-", linewidth=0.8)
         axis.set(xlabel=f"measured {unit}", ylabel=f"predicted {unit}")
         axis.legend(fontsize=7)
+        _small_ticks(axis)
     deep = [row for row in computed if "layers" in row]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in deep:
@@ -80,52 +88,75 @@ def costmodel(cost: CostModel, rows: Sequence[Row], path: Path) -> None:
     axes[2].set(xlabel="layers", ylabel="measured seconds")
     if longest:
         axes[2].legend(fontsize=7)
+    else:
+        axes[2].set_title("no rows that differ in layers alone")
     figure.savefig(path, dpi=120)
 
 
 def pareto(result: SearchResult, path: Path) -> None:
-    """Step time and peak memory of all candidates, coloured by what they cut, and the front."""
+    """Step time and peak memory of all candidates, coloured by what they cut, and the front.
+
+    Of a candidate that was not run on paper a lower bound of its time is known, which may be below the front: pale.
+    """
     figure, (axis,) = _figure(1)
-    strategies: dict[str, list[tuple[float, float]]] = {}
+    strategies: dict[str, dict[bool, list[tuple[float, float]]]] = {}
+    timed = {candidate.plan: candidate for candidate in result.pareto}
     for candidate in result.candidates:
-        plan = candidate.plan
-        if np.isfinite(candidate.step_seconds):
+        plan, known = candidate.plan, timed.get(candidate.plan, candidate)
+        if np.isfinite(known.step_seconds):
             cuts = [name for name in ("pp", "cp", "dp") if getattr(plan, name) > 1]
-            point = (candidate.step_seconds, candidate.peak_bytes / 2**30)
-            strategies.setdefault(" + ".join(cuts) or "one device", []).append(point)
-    for name, points in sorted(strategies.items()):
-        axis.plot(*zip(*points, strict=True), ".", markersize=4, label=name)
+            points = strategies.setdefault(" + ".join(cuts) or "one device", {True: [], False: []})
+            points[known.exact].append((known.step_seconds, known.peak_bytes / 2**30))
+    for i, (name, points) in enumerate(sorted(strategies.items())):
+        for exact, alpha in ((False, 0.2), (True, 1.0)):
+            x, y = zip(*points[exact], strict=True) if points[exact] else ((), ())
+            label = name if exact else None
+            axis.plot(x, y, ".", color=f"C{i}", alpha=alpha, markersize=4, label=label)
     front = [(candidate.step_seconds, candidate.peak_bytes / 2**30) for candidate in result.pareto]
     axis.plot(*zip(*front, strict=True), "k.-", drawstyle="steps-post", linewidth=0.8, label="Pareto front")
-    axis.set(xlabel="predicted step seconds", ylabel="predicted peak GiB of a rank", xscale="log", yscale="log")
+    axis.set(xscale="log", yscale="log", ylabel="predicted peak GiB of a rank")
+    axis.set_xlabel("predicted step seconds; pale: at least so many")
     axis.legend(fontsize=7)
+    _small_ticks(axis)
     figure.savefig(path, dpi=120)
 
 
 def scaling(points: Sequence[Point], path: Path) -> None:
     """Sequences a second of the best plan beside what as many alone would give, and what a step of it takes."""
     figure, (throughput, terms) = _figure(2)
-    for kind, marker in (("strong", "o-"), ("weak", "s--")):
+    sizes = sorted({point.world_size for point in points})
+    names = list(dict.fromkeys(name for point in points for name in point.terms))
+    for kind, marker, shift in (("strong", "o-", -0.2), ("weak", "s--", 0.2)):
         found = [point for point in points if point.kind == kind and point.terms]
         if not found:
             continue
-        sizes = [point.world_size for point in found]
+        own = [point.world_size for point in found]  # others may have no plan
         label = f"{kind}: batch of {found[0].sequences:,}" + (" and more" if kind == "weak" else "")
-        throughput.plot(sizes, [point.throughput for point in found], marker, markersize=4, label=label)
-        ideal = [found[0].throughput * size / sizes[0] for size in sizes]
-        throughput.plot(sizes, ideal, "k:", linewidth=0.8)
-        shift = -0.2 if kind == "strong" else 0.2
-        bottom, at = np.zeros(len(found)), np.arange(len(found)) + shift
-        for i, name in enumerate(found[0].terms):
+        throughput.plot(own, [point.throughput for point in found], marker, markersize=4, label=label)
+        throughput.plot(own, [found[0].throughput * size / own[0] for size in own], "k:", linewidth=0.8)
+        bottom, at = np.zeros(len(found)), np.array([sizes.index(size) for size in own]) + shift
+        for i, name in enumerate(names):
             part = np.array([point.terms[name] / sum(point.terms.values()) for point in found])
-            terms.bar(at, part, 0.35, bottom=bottom, color=f"C{i}", label=name if kind == "strong" else None)
+            terms.bar(at, part, 0.35, bottom=bottom, color=f"C{i}", label=name)
             bottom += part
-        terms.set_xticks(range(len(found)), [f"{size:,}" for size in sizes], fontsize=7)
+    labels = [f"{size:,}" for size in sizes]
     throughput.set(xlabel="devices", ylabel="predicted sequences a second", xscale="log", yscale="log")
+    throughput.set_xticks(sizes, labels, fontsize=7)
+    throughput.set_xticks([], minor=True)
     terms.set(xlabel="devices: strong left, weak right", ylabel="part of a step", ylim=(0, 1.35))
-    throughput.legend(fontsize=7)
-    terms.legend(fontsize=7, ncols=2, loc="upper center")
+    terms.set_xticks(range(len(sizes)), labels, fontsize=7)
+    if names:
+        throughput.legend(fontsize=7)
+        terms.legend(*_each_once(terms), fontsize=7, ncols=2, loc="upper center")
+    else:
+        figure.suptitle("no plan fits")
     figure.savefig(path, dpi=120)
+
+
+def _each_once(axis: Any) -> tuple[list[Any], list[str]]:
+    """Handles and labels of a legend, each label once."""
+    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    return [*handles.values()], [*handles]
 
 
 def stages(cost: CostModel, config: ModelConfig, plan: Plan, workload: Workload, path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import megagraph as mg
 from megagraph.cli import main
+from megagraph.planner import plots
 from megagraph.planner.cluster import Cluster
 from megagraph.planner.links import Links
 from megagraph.planner.scaling import default_sizes, scaling
@@ -152,8 +153,21 @@ def test_scaling(folder, monkeypatch, capsys):
     assert (folder / "scaling.png").stat().st_size > 1000
 
 
-def test_what_does_not_fit_is_said(folder):
+def test_bars_stand_over_the_devices_that_they_are_of(folder, tmp_path, monkeypatch):
+    figure, (throughput, terms) = plots._figure(2)
+    monkeypatch.setattr(plots, "_figure", lambda columns: (figure, (throughput, terms)))
+    points = list(scaling(cluster(folder, within_node=ACROSS), [2, 4, 8]))
+    points[2] = replace(points[2], best="no plan", terms={})  # strong, on four
+    plots.scaling(points, tmp_path / "scaling.png")
+    places = {bar.get_x() + bar.get_width() / 2 for bar in terms.patches}
+    assert sorted(places) == pytest.approx([-0.2, 0.2, 1.2, 1.8, 2.2])
+    assert [label.get_text() for label in terms.get_xticklabels()] == ["2", "4", "8"]
+    assert [text.get_text() for text in terms.get_legend().get_texts()] == list(points[0].terms)
+
+
+def test_what_does_not_fit_is_said(folder, tmp_path):
     points = list(scaling(cluster(folder, nodes=[KIND | {"memory_gib": 1e-3}]), [4]))
+    plots.scaling(points, tmp_path / "scaling.png")  # without a warning of an empty legend
     assert all(point.best.startswith("no plan of 4 processes fits 1.02 MiB") for point in points)
     assert not any(point.terms or point.throughput for point in points)
 

@@ -13,6 +13,7 @@ import pytest
 import megagraph as mg
 from bench.experiments.search import bound_of
 from megagraph.flags import in_words
+from megagraph.planner import plots
 from megagraph.planner.searching import HEADROOM
 from megagraph.planner.shapes import MAX_MICROBATCHES, shapes
 from megagraph.planner.split import lightest_split
@@ -217,6 +218,20 @@ def test_pareto_front(cost):
     beaten = [c for c in found.candidates if c.pruned is None and c.plan.schedule == "gpipe" and c not in found.pareto]
     for c in beaten:
         assert any(p.step_seconds <= c.step_seconds * (1 + 1e-8) and p.peak_bytes <= c.peak_bytes for p in found.pareto)
+
+
+def test_no_point_of_the_figure_beats_the_front_but_bounds_which_are_pale(cost, tmp_path, monkeypatch):
+    figure, (axis,) = plots._figure(1)
+    monkeypatch.setattr(plots, "_figure", lambda columns: (figure, [axis]))
+    found = mg.planner.search(cost, CONFIG, 4, PLENTY)
+    plots.pareto(found, tmp_path / "pareto.png")
+    pale, told = ([line for line in axis.lines[:-1] if (line.get_alpha() == 1) == told] for told in (False, True))
+    front = list(zip(*axis.lines[-1].get_data(), strict=True))
+    for x, y in (point for line in told for point in zip(*line.get_data(), strict=True)):
+        assert any(seconds <= x * (1 + 1e-8) and gib <= y for seconds, gib in front)
+    drawn = sum(len(line.get_xdata()) for line in (*pale, *told))
+    assert drawn == sum(candidate.pruned is None for candidate in found.candidates)
+    assert sum(len(line.get_xdata()) for line in pale) > 0 and "pale: at least" in axis.get_xlabel()
 
 
 def test_partly_fixed_plans(cost):
