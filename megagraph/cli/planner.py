@@ -104,7 +104,7 @@ def _check_other(out: Path, read: tuple[Path, ...]) -> None:
         raise ValueError(f"out must be another file than those that are read, got {out}")
 
 
-def read_rows(paths: tuple[Path, ...], impl: str | None = None, dtype: Precision | None = None) -> list[dict[str, Any]]:
+def read_rows(paths: tuple[Path, ...], impl: str | None = None, dtype: str | None = None) -> list[dict[str, Any]]:
     """The rows of several files, or those of an implementation and a dtype; of those of a bench of attention the ones
     of the profile's.
 

@@ -205,10 +205,22 @@ def plot_costmodel(
     def job() -> None:
         from megagraph.planner import plots
         from megagraph.planner.cost import CostModel
-        from megagraph.planner.rows import check_rows
+        from megagraph.planner.fitting import fit
 
         _image(out)
-        plots.costmodel(CostModel.load(cost), check_rows(read_rows(rows)), out)
+        fitted = CostModel.load(cost)
+        found = read_rows(rows, *(fitted.origin.get(name) for name in ("impl", "dtype")))
+        again = fit(found)
+        for part, own, other in (
+            ("device", fitted.origin.get("device"), again.origin.get("device")),
+            ("sizes", fitted.ranges, again.ranges),
+        ):
+            if own != other:
+                raise ValueError(
+                    f"rows must be those that {cost} was fitted to, with the {part} {own}, got {other}; name their "
+                    "files, or fit these anew"
+                )
+        plots.costmodel(fitted, found, out)
         print(out)
 
     return Job(job)

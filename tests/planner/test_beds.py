@@ -24,3 +24,5 @@ def test_the_figure_of_unequal_ranks_says_what_fit_says(tmp_path, monkeypatch):
     plots.costmodel(cost, rows, tmp_path / "costmodel.png")
     said = [text.get_text() for text in figure[1][0].get_legend().get_texts()]
     assert cost.slowness and f"held out: MAPE {cost.held_out['time_mape']:.1%}, " in said[1]
+    assert f"of log time {cost.held_out['time_r2_log']:.3f}" in said[1]
+    assert figure[1][2].get_title() == "no rows that differ in layers alone"  # no empty panel without a word

@@ -237,6 +237,20 @@ def test_from_rows_to_plan_and_plots(rows, tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"{kind}.png").stat().st_size > 5000
 
 
+def test_a_cost_model_is_drawn_beside_the_rows_that_it_was_fitted_to(rows, tmp_path, monkeypatch, capsys):
+    cost, both, other = (tmp_path / f"{name}.json" for name in ("cost", "both", "other"))
+    measured = json.loads(rows.read_text())
+    both.write_text(json.dumps([row | {"dtype": dtype} for dtype in ("fp32", "bf16") for row in measured]))
+    other.write_text(json.dumps([row | {"device": "another"} for row in measured]))
+    run(monkeypatch, "fit", both, "--dtype", "bf16", "--out", cost)
+    run(monkeypatch, "plot", "costmodel", cost, "--rows", both, "--out", tmp_path / "a.png")
+    run(monkeypatch, "fit", rows, "--out", cost)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "plot", "costmodel", cost, "--rows", other, "--out", tmp_path / "b.png")
+    assert re.search(r"rows must be those that .*cost.json was fitted to, .* got another", capsys.readouterr().err)
+    assert (tmp_path / "a.png").exists() and not (tmp_path / "b.png").exists()
+
+
 def test_a_search_that_finds_nothing_ends_with_one_line(rows, tmp_path, monkeypatch, capsys):
     cost = tmp_path / "cost.json"
     run(monkeypatch, "fit", rows, "--out", cost)
