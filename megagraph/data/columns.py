@@ -45,8 +45,10 @@ def read_table(path: Path, words: Sequence[int | str]) -> pl.DataFrame:
             )
         given: dict[str, Any] = {"separator": "\t" if kind == [".tsv"] else ",", "null_values": MISSING}
         columns = polars.read_csv(path, n_rows=0, **given).columns
-        as_words = dict.fromkeys(_named(columns, words, path), polars.String)
-        return polars.read_csv(path, infer_schema_length=None, schema_overrides=as_words, **given)
+        read_as = {name.replace('""', '"'): name for name in columns}  # polars leaves quotes in a name doubled
+        as_words = {read_as[name]: polars.String for name in _named([*read_as], words, path)}
+        table = polars.read_csv(path, infer_schema_length=None, schema_overrides=as_words, **given)
+        return table.rename({own: name for name, own in read_as.items() if own != name})
     except (polars.exceptions.PolarsError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a table with a line of names, got {path}: {error}") from error
     except OSError as error:  # of Rust: names no file

@@ -232,6 +232,13 @@ def test_several_labels_where_the_first_graph_has_one(tmp_path):
         read_tables(tables, like=first)
 
 
+def test_quotes_in_the_name_of_a_column(tmp_path):
+    nodes = '"an ""id""",x,"label:""hot""","so ""cold"""\n007,1,1,0\n7,2,0,1\nx y,2,,0\n"z,1",3,1,1\n'
+    given = replace(write(tmp_path, nodes_csv=nodes, edges_csv=EDGES), id='an "id"', label=('label:"hot"', 'so "cold"'))
+    graph = read_tables(given)
+    assert ids_of(graph) == IDS and graph.names.classes == ('"hot"', 'so "cold"')
+
+
 def test_lists_in_a_column_are_no_class(tmp_path):
     polars.DataFrame({"id": ["7", "8"], "label": [["a"], ["a", "b"]]}).write_parquet(tmp_path / "nodes.parquet")
     tables = replace(write(tmp_path, edges_csv="a,b\n7,8\n"), nodes=tmp_path / "nodes.parquet")
