@@ -234,7 +234,7 @@ class Epochs:
         batches = self.train_loader.epoch(self.epoch, self.batch)
         self.epoch_batches = self.batch + len(batches)
         received = self.pipeline.receive(batches)
-        progress = Progress(received, f"epoch {self.epoch}", len(batches))
+        progress = Progress(received, f"epoch {self.epoch}", self.epoch_batches, done=self.batch)
         waiting = time.perf_counter()
         for batch in _waiting_for(progress):
             stall_seconds = time.perf_counter() - waiting

@@ -17,15 +17,19 @@ LINE_SECONDS = 30.0  # from one line to the next where there is no terminal; wha
 
 class Progress(tqdm):
     """Gives what ``iterable`` gives: a bar at a terminal, elsewhere a line now and then, and nothing where the logger
-    is not to say what goes on, or on another rank than the first."""
+    is not to say what goes on, or on another rank than the first. Of ``total`` so many are ``done`` before."""
 
     monitor_interval = 0  # a thread of its own would be there when workers are forked
 
-    def __init__(self, iterable: Iterable[Any] | None, what: str, total: int | None = None, unit: str = "batches"):
+    def __init__(
+        self, iterable: Iterable[Any] | None, what: str, total: int | None = None, unit: str = "batches", done: int = 0
+    ):
         self._bar = sys.stderr.isatty()
         wait = {} if self._bar else {"mininterval": LINE_SECONDS, "delay": LINE_SECONDS, "file": io.StringIO()}
         quiet = os.environ.get("RANK", "0") != "0" or not log.isEnabledFor(logging.INFO)
-        super().__init__(iterable, what, total, unit=f" {unit}", leave=False, disable=quiet, miniters=1, **wait)
+        super().__init__(
+            iterable, what, total, unit=f" {unit}", leave=False, disable=quiet, miniters=1, initial=done, **wait
+        )
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Draw the bar, or log a line; tqdm calls it with an empty message at the end."""

@@ -15,7 +15,7 @@ from megagraph.cli import _take_log_level
 from megagraph.data import prepare
 from megagraph.data.graph import random_split
 from megagraph.progress import Progress, log
-from tests.checkpoint_cases import config, graph
+from tests.checkpoint_cases import config, graph, stop_at
 from tests.processes import Command, launch
 
 
@@ -86,6 +86,17 @@ def test_a_run_says_what_it_trains_and_how_far_it_is(tmp_path, monkeypatch, capl
     caplog.clear()
     mg.predict(tmp_path / "run", whole)
     assert "prediction: 10 of 10 batches" in caplog.messages
+
+
+def test_a_resumed_epoch_counts_the_batches_before(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "megagraph")
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with stop_at(8):
+        mg.Trainer(config(tmp_path / "run", epochs=2)).fit(graph())
+    caplog.clear()
+    mg.Trainer.resume(tmp_path / "run").fit(graph())
+    said = [line.partition(" batches")[0] for line in caplog.messages if line.startswith("epoch 1: ")]
+    assert said[0] in ("epoch 1: 2 of 6", "epoch 1: 3 of 6") and said[-1] == "epoch 1: 6 of 6"
 
 
 def test_a_run_says_that_a_graph_has_a_split_that_it_does_not_take(tmp_path, caplog):
