@@ -193,7 +193,7 @@ def search(cost: tyro.conf.Positional[Path], /, wanted: Annotated[Wanted, tyro.c
         model, workload, result = run_search(cost, wanted)
         print(table(result))
         if wanted.explain is not None:
-            print(explanation(model, workload, result, wanted.explain))
+            print(explanation(cost, wanted, model, workload, result))
         if wanted.out is not None:
             result.best.plan.save(wanted.out)
             print(f"{wanted.out}: {result.best.plan}")
@@ -274,12 +274,14 @@ def _line(name: str, candidate: Candidate) -> str:
     return f"{name:>10} {seconds:>9} s {flags.in_words(candidate.peak_bytes):>10}  {candidate.plan}"
 
 
-def explanation(cost: CostModel, workload: Workload, result: SearchResult, degrees: str) -> str:
-    """Every term of the best candidate with these degrees."""
-    asked = flags.integers("explain", degrees, "pp,cp,dp, three numbers", 3)
-    candidate = next((c for c in result.candidates if (c.plan.pp, c.plan.cp, c.plan.dp) == asked), None)
+def explanation(path: Path, wanted: Wanted, cost: CostModel, workload: Workload, result: SearchResult) -> str:
+    """Every term of the best plan with the degrees to explain; of the search for ``wanted`` the rest is given."""
+    pp, cp, dp = flags.integers("explain", str(wanted.explain), "pp,cp,dp, three numbers", 3)
+    candidate = next((c for c in result.candidates if (c.plan.pp, c.plan.cp, c.plan.dp) == (pp, cp, dp)), None)
     if candidate is None:
-        raise ValueError(f"no plan with pp,cp,dp = {degrees} was looked at; fix less of the plan")
+        raise ValueError(f"no plan with pp,cp,dp = {wanted.explain} was looked at; fix less of the plan")
+    if candidate.pruned is None:  # candidates are in the order of what may be bounds: another may be the best
+        candidate = run_search(path, replace(wanted, pp=pp, cp=cp, dp=dp))[2].best
     plan, model = candidate.plan, cost.model
     assert model is not None
     lines = [str(plan)]

@@ -237,6 +237,19 @@ def test_from_rows_to_plan_and_plots(rows, tmp_path, monkeypatch, capsys):
         assert (tmp_path / f"{kind}.png").stat().st_size > 5000
 
 
+def test_what_is_explained_is_the_best_plan_with_these_degrees(tmp_path, monkeypatch, capsys):
+    path = RESULTS / "cpu" / "real_plans" / "cost.json"
+    limits = ("--world-size", 4, "--memory-gib", 4)
+    cost = mg.planner.CostModel.load(path)
+    found = mg.planner.search(cost, cost.profiled()[0], 4, 2**32, fixed={"pp": 2, "cp": 2, "dp": 1})
+    run(monkeypatch, "search", path, *limits, "--explain", "2,2,1")
+    said = capsys.readouterr().out
+    plan, *terms = said[said.index("\npp 2, cp 2, dp 1") + 1 :].splitlines()
+    assert plan == str(found.best.plan)
+    seconds = [float(words[1]) for line in terms if (words := line.rsplit(maxsplit=2))[-1] == "s"]
+    assert len(seconds) == 6 and sum(seconds) == pytest.approx(found.best.step_seconds, rel=1e-3)
+
+
 def test_a_cost_model_is_drawn_beside_the_rows_that_it_was_fitted_to(rows, tmp_path, monkeypatch, capsys):
     cost, both, other = (tmp_path / f"{name}.json" for name in ("cost", "both", "other"))
     measured = json.loads(rows.read_text())
