@@ -173,5 +173,5 @@ def stages(cost: CostModel, config: ModelConfig, plan: Plan, workload: Workload,
         bottom += gib
     axis.set(xlabel="stage", ylabel="predicted GiB", title=f"layers {[int(c) for c in counts[:, 0]]}, {plan.schedule}")
     axis.set_xticks(range(len(counts)))
-    axis.legend(fontsize=7)
+    figure.legend(fontsize=7, ncols=3, loc="outside lower center")  # bars may fill the panel
     figure.savefig(path, dpi=120)

@@ -165,6 +165,17 @@ def test_bars_stand_over_the_devices_that_they_are_of(folder, tmp_path, monkeypa
     assert [text.get_text() for text in terms.get_legend().get_texts()] == list(points[0].terms)
 
 
+def test_the_legend_of_stages_hides_no_bar_and_their_sum_is_that_of_the_rank(folder, tmp_path, monkeypatch):
+    figure, (axis,) = plots._figure(1)
+    monkeypatch.setattr(plots, "_figure", lambda columns: (figure, [axis]))
+    cost, plan = mg.planner.CostModel.load(folder / "fast.json"), mg.Plan(pp=2)
+    plots.stages(cost, *(CONFIG, plan, cost.workload), tmp_path / "stages.png")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 <= axis.get_window_extent().y0
+    tops = {round(bar.get_x(), 6): bar.get_y() + bar.get_height() for bar in axis.patches}  # the last is the highest
+    assert [2**30 * top for top in tops.values()] == pytest.approx(cost.memory_bytes(CONFIG, plan))
+
+
 def test_what_does_not_fit_is_said(folder, tmp_path):
     points = list(scaling(cluster(folder, nodes=[KIND | {"memory_gib": 1e-3}]), [4]))
     plots.scaling(points, tmp_path / "scaling.png")  # without a warning of an empty legend
