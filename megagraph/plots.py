@@ -23,8 +23,9 @@ def curves(runs: Sequence[History], path: Path | BinaryIO, *, columns: int = 3) 
         columns: panels beside each other, 3 or 1.
     """
     figure, panels = _figure(columns)
+    colors = _colors(len(runs))
     for i, run in enumerate(runs):
-        _draw_run(panels, run, i, alone=len(runs) == 1)
+        _draw_run(panels, run, colors(i), alone=len(runs) == 1)
     loss, score, rate = panels
     metrics = {run.metric for run in runs}
     metric = metrics.pop().replace("_f1", "-F1").replace("_", " ") if len(metrics) == 1 else "score"
@@ -57,10 +58,17 @@ def _figure(columns: int) -> tuple[Any, Any]:
     return figure, figure.subplots(rows, columns).ravel()
 
 
-def _draw_run(panels: Any, run: History, number: int, *, alone: bool) -> None:
+def _colors(number: int) -> Any:
+    """Colours of lines 0, 1, ..., no two alike."""
+    from matplotlib import colormaps
+
+    return colormaps["tab10"] if number <= 10 else colormaps["viridis"].resampled(number)
+
+
+def _draw_run(panels: Any, run: History, color: Any, *, alone: bool) -> None:
     """A run has a colour, and alone validation and test have one each."""
     loss, score, rate = panels
-    color, other = f"C{number}", "C1" if alone else f"C{number}"
+    other = "C1" if alone else color
     steps, losses = run.losses()
     rates = [line["learning_rate"] for line in run.steps]
     loss.plot(steps, losses, color=color, linewidth=0.6, alpha=0.3)
@@ -112,7 +120,6 @@ def attention(shares: np.ndarray, kinds: list[str], path: Path) -> None:
 def _by_layer_and_head(
     values: np.ndarray, start: np.ndarray | None, labels: list[str], what: str, path: Path | BinaryIO
 ) -> None:
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     columns, num_heads = min(4, len(values)), values.shape[1]
@@ -121,11 +128,11 @@ def _by_layer_and_head(
     beside = -(-(num_heads + 1) // (14 * rows))  # columns of the legend
     figure = Figure(figsize=(0.3 + 1.2 * beside + wide * columns, 0.8 + 2.8 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    named = colormaps["tab10"] if num_heads <= 10 else colormaps["viridis"].resampled(num_heads)  # no two alike
+    colors = _colors(num_heads)
     for layer, (panel, heads) in enumerate(zip(panels, values, strict=False)):
         for head, of_head in enumerate(heads):
             label = f"head {head}" if layer == 0 else None
-            panel.plot(of_head, ".-", color=named(head), linewidth=0.8, label=label)
+            panel.plot(of_head, ".-", color=colors(head), linewidth=0.8, label=label)
         if start is not None:
             panel.plot(start, "k--", linewidth=0.8, label="start" if layer == 0 else None)
         panel.set_title(f"layer {layer}")

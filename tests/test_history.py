@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 import megagraph as mg
@@ -82,7 +83,7 @@ def test_every_panel_of_layers_has_its_kinds_and_every_head_a_colour(tmp_path, m
     (figure,) = drawn
     panels = [panel for panel in figure.axes if panel.get_visible()]
     assert [panel.xaxis.get_tick_params()["labelbottom"] for panel in panels] == 2 * [False] + 4 * [True]
-    assert len({tuple(line.get_color()) for line in panels[0].lines}) == 40
+    assert len({to_rgba(line.get_color()) for line in panels[0].lines}) == 40
     figure.draw_without_rendering()
     places = [label.get_window_extent() for label in panels[-1].get_xticklabels()]
     assert all(left.x1 <= right.x0 for left, right in pairwise(places))
@@ -101,6 +102,13 @@ def test_of_several_labels_or_two_classes(tmp_path):
     assert [run.majority for run in found] == [None, summary.majority_micro_f1]
     (tmp_path / "several" / "metrics.jsonl").unlink()
     assert History.of(Run.of(tmp_path / "several")).metric == "micro_f1"  # before the first epoch has ended, too
+
+
+def test_every_run_of_many_has_a_colour(runs, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plots.curves([History.of(Run.of(runs[0]), f"run {i}") for i in range(12)], tmp_path / "twelve.png")
+    assert len({to_rgba(line.get_color()) for line in drawn[0].axes[2].lines}) == 12
 
 
 def test_one_step_is_seen_and_has_a_whole_number(runs, tmp_path, monkeypatch):
