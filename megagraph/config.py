@@ -150,7 +150,7 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop after this many steps, whatever the epochs say."""
     learning_rate: float = 5e-4
-    """Peak rate; linear warm-up from 0, then linear decay to 0 at the last step."""
+    """Peak rate; linear warm-up from 0, then linear decay, to 0 after the last step."""
     warmup: float = 0.1
     """Part of all steps spent in warm-up."""
     weight_decay: float = 0.1
