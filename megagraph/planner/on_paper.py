@@ -27,7 +27,9 @@ def spans(cost: CostModel, config: ModelConfig, plan: Plan, workload: Workload |
                 start, stop = begin + end - seconds[work.backward][work.stage], begin + end
                 parts += [(BUBBLE, reached, start), (STAGE[work.backward], start, stop)]
                 reached = stop
-            parts += [("all-reduce", last, update), ("optimizer", update, whole)]
+            if plan.cp * plan.dp > 1:  # alone a rank sums nothing, and waits for the others
+                parts.append(("all-reduce", last, update))
+            parts.append(("optimizer", update, whole))
             spans_of_rank = [(name, start, stop) for name, start, stop in parts if stop - start > 1e-9 * whole]
             for rank in of_rank[dp_rank]:
                 found += [Span(rank, STEP, 0.0, whole), *(Span(rank, *part) for part in spans_of_rank)]

@@ -29,6 +29,7 @@ ALIKE = {"forward": {"layer.call": 2.0}, "backward": {"layer.call": 10.0}}
 def test_bubbles_are_those_of_the_schedule(plan):
     spans = on_paper.spans(cost_model(ALIKE), FOUR, plan)
     assert timeline.measured_bubble(spans) == pytest.approx(timeline.bubble_in_theory(plan), rel=1e-9)
+    assert any(span.name == "all-reduce" for span in spans) == (plan.cp * plan.dp > 1)  # no other has gradients to sum
     for rank in range(plan.world_size):
         named = {name: [s for s in spans if s.rank == rank and s.name == name] for name in (*timeline.STAGE, "bubble")}
         works = plan.num_microbatches * plan.stages_per_rank
