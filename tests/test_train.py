@@ -84,9 +84,8 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     assert isinstance(streamed, np.memmap) and not (tmp_path / "p.npy.partial").exists()
     assert probabilities.shape == (300, 3)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0, rtol=1e-5)
-    if changes.get("batching") == "cluster":  # no sampling: prediction is the evaluation of the best epoch again
-        test = choose_split(graph, config(tmp_path)).test
-        assert (probabilities[test].argmax(axis=1) == graph.labels[test]).mean() == summary.test_accuracy
+    test = choose_split(graph, config(tmp_path)).test  # of which the same is drawn as in the evaluation of the best epoch
+    assert (probabilities[test].argmax(axis=1) == graph.labels[test]).mean() == summary.test_accuracy
 
 
 def test_every_step_and_sequence_drops_others(tmp_path, graph, monkeypatch):

@@ -17,7 +17,8 @@ class Loader:
     """Epochs of batches that depend on the seed and the epoch only.
 
     The random state of batch i of epoch e derives from (seed, e, i), so neither the number of workers nor a
-    restart in between changes a batch.
+    restart in between changes a batch. Without ``shuffle`` all batches have one state: what is drawn for a node does
+    not depend on who else is asked for.
 
     Args:
         nodes: node ids whose labels count. Ego batches have these as targets, cluster batches all nodes.
@@ -82,7 +83,8 @@ class Loader:
         plan = self._builder.plan(self._nodes, self._batch_size, rng)
         if not 0 <= start <= len(plan):
             raise ValueError(f"expected start in 0..{len(plan)}, the batches of an epoch, got {start}")
-        self._items[:] = list(zip(plan, seeds.spawn(len(plan)), strict=True))[start:]
+        states = seeds.spawn(len(plan)) if self._shuffle else [seeds] * len(plan)
+        self._items[:] = list(zip(plan, states, strict=True))[start:]
         return self._loader
 
 
