@@ -84,7 +84,7 @@ def test_learns_and_predicts_what_it_reported(tmp_path, graph, changes):
     assert isinstance(streamed, np.memmap) and not (tmp_path / "p.npy.partial").exists()
     assert probabilities.shape == (300, 3)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0, rtol=1e-5)
-    test = choose_split(graph, config(tmp_path)).test  # of which the same is drawn as in the evaluation of the best epoch
+    test = choose_split(graph, config(tmp_path)).test  # of it the same is drawn as in the evaluation of the best epoch
     assert (probabilities[test].argmax(axis=1) == graph.labels[test]).mean() == summary.test_accuracy
 
 
