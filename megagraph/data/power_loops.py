@@ -8,6 +8,7 @@ from megagraph.jit import jit
 from megagraph.simd import LANES, borrowed, item, load, multiply_add, splat, store
 
 _WIDTH = 2 * LANES  # nodes of a panel: a line of the cache
+_RUN = 128  # entries that are added up one by one
 
 
 @jit(nogil=True)
@@ -167,7 +168,11 @@ def _fill(table, nodes, slots, group, place, panel, column_of, out, first):
 
 @jit(nogil=True)
 def _multiply(table, node, place, panel, products):
-    """Powers of a node's row times the panel, [C - h, 16], in two sums, whose additions do not wait."""
+    """Powers of a node's row times the panel, [C - h, 16], in two sums, whose additions do not wait.
+
+    Runs of entries are added up, those of many hops first, which are small: a hub has thousands, and one sum in fp32
+    of them all would be wrong in the sixth digit.
+    """
     starts, columns, values = table
     arrays = borrowed((columns, place, panel))
     zero = splat(np.float32(0))
@@ -175,14 +180,19 @@ def _multiply(table, node, place, panel, products):
     for power in range(len(products)):
         stop = starts[node, power + 1] if power + 1 < len(values) else starts[node + 1, 0]
         of_power = borrowed(values[power])
-        even, odd = (zero, zero), (zero, zero)
-        for entry in range(start, stop - 1, 2):
-            even = _add(even, entry, of_power, arrays)
-            odd = _add(odd, entry + 1, of_power, arrays)
-        if (stop - start) % 2:
-            even = _add(even, stop - 1, of_power, arrays)
-        store(products[power], 0, even[0] + odd[0])
-        store(products[power], LANES, even[1] + odd[1])
+        low, high = zero, zero
+        while stop > start:
+            begin = max(start, stop - _RUN)
+            even, odd = (zero, zero), (zero, zero)
+            for entry in range(begin, stop - 1, 2):
+                even = _add(even, entry, of_power, arrays)
+                odd = _add(odd, entry + 1, of_power, arrays)
+            if (stop - begin) % 2:
+                even = _add(even, stop - 1, of_power, arrays)
+            low, high = low + (even[0] + odd[0]), high + (even[1] + odd[1])
+            stop = begin
+        store(products[power], 0, low)
+        store(products[power], LANES, high)
 
 
 @jit(nogil=True)

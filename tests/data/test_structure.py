@@ -263,6 +263,17 @@ def test_powers_of_a_graph_are_exact(num_powers):
             np.testing.assert_allclose(got[:, channel], want, atol=1e-6)
 
 
+def test_powers_at_a_hub_lose_no_digits():
+    """They are sums of 2,001 products, most of them small."""
+    graph = make_graph(2001, [(0, leaf) for leaf in range(1, 2001)])
+    got = AdjacencyPowers(graph, 6, "graph")(np.arange(3)[None], range(3))[0]
+    dense = dense_normalized(graph.adjacency)
+    power = np.eye(2001)[:, :3]
+    for channel in got:
+        power = dense @ power
+        np.testing.assert_allclose(channel, power[:3].T, rtol=0, atol=5e-7)
+
+
 def test_powers_of_a_real_graph_are_exact(data_root):
     graph = load_graph("pubmed", data_root)
     powers = AdjacencyPowers(graph, 6)
