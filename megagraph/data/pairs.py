@@ -24,13 +24,14 @@ from megagraph.attention.bias import BorderedData
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
-from megagraph.data.graph import Graph
+from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.sample import Pagerank
 from megagraph.data.structure import CoarseBuckets
 
 _LARGEST = 2  # octaves below 1, from which classes begin: the first one ends an octave further below
 _CHUNK = 1 << 22  # entries at a time
+_PROBES = 64  # nodes
 _LIST_BYTES = 4 * 4 + 1  # of a pair: its column, before pairs are joined and after, row and place; its bucket
 
 
@@ -126,6 +127,7 @@ def _pairs(
     for hop in range(1, hops + 1):
         if hop > 1:
             _check_count(_least_products(power, adjacency), most, hop, top)
+            _check_reach(graph, hop, most, top)
             power = sp.csr_array(power @ adjacency)
         _check_count(power.nnz, most, hop, top)
         found.append(_classified(power, 1 + PAIR_CLASSES * (hop - 1)))
@@ -163,9 +165,22 @@ def _least_products(power: sp.csr_array, adjacency: sp.csr_array) -> int:
     return int(np.maximum.reduceat(lengths[power.indices], power.indptr[:-1]).sum())
 
 
-def _check_count(count: int, most: int, hops: int, top: int) -> None:
+def _check_reach(graph: Graph, hop: int, most: int, top: int) -> None:
+    """Refuse more pairs than may be, by those of some nodes, and of all where these do not tell."""
+    from megagraph.data import traversal
+
+    arrays, num_nodes = csr_arrays(graph.indptr, graph.indices), graph.num_nodes
+    some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
+    about = int(num_nodes * traversal.reach(some, *arrays, hop).mean())
+    if about > 4 * most:
+        _check_count(about, most, hop, top, "about ")
+    elif about > most // 4:
+        _check_count(int(traversal.reach(np.arange(num_nodes), *arrays, hop).sum()), most, hop, top)
+
+
+def _check_count(count: int, most: int, hops: int, top: int, about: str = "") -> None:
     if count > most:
         raise ValueError(
-            f"expected at most {most:,} pairs of nodes, got {count:,} or more with --hops {hops} and --top {top}, "
-            f"{count * _LIST_BYTES / 2**30:.1f} GiB; take fewer of both, or raise --max-pairs"
+            f"expected at most {most:,} pairs of nodes, got {about}{count:,} or more with --hops {hops} and --top {top}"
+            f", {count * _LIST_BYTES / 2**30:.1f} GiB; take fewer of both, or raise --max-pairs"
         )

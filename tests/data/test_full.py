@@ -30,7 +30,7 @@ from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_model
 from megagraph.report import report
-from tests.data.graphs import dense_hops, dense_normalized, random_graphs
+from tests.data.graphs import dense_hops, dense_normalized, make_graph, random_graphs
 
 SMALL = dict(batching="full", layers=2, dim=16, ffn_dim=16, heads=2, super_nodes=4, epochs=4, learning_rate=1e-2)
 
@@ -691,8 +691,9 @@ def test_the_rows_that_ranks_name(graph, world_size):
     assert builder.halo(world_size) == wanted and max(wanted) > 0
 
 
-def test_pairs_are_counted_before_they_are_made(monkeypatch):
-    """Two hops from a hub are all nodes: the estimate is a lower bound, and it is enough."""
+@pytest.mark.parametrize("most", [100_000, 1_000_000])
+def test_pairs_are_counted_before_they_are_made(monkeypatch, most):
+    """Two hops from a hub are all nodes: a lower bound is enough. Elsewhere those of some nodes, or of all, tell."""
 
     class Counted(sp.csr_array):
         def __matmul__(self, other):
@@ -702,3 +703,7 @@ def test_pairs_are_counted_before_they_are_made(monkeypatch):
     star = replace(synthetic_graph(num_nodes=600, average_degree=60.0), split=None)
     with pytest.raises(ValueError, match=r"or more with --hops 2"):
         prepare(star, options(hops=2, top=0, max_pairs=38_000))
+    ends = np.random.default_rng(0).integers(0, 2000, (2, 30_000))
+    even = make_graph(2000, ends.T)
+    with pytest.raises(ValueError, match=r"got (about )?1,\d{3},\d{3} or more with --hops 2"):
+        prepare(even, options(hops=2, top=0, max_pairs=most))
