@@ -28,6 +28,7 @@ from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.sample import Pagerank
 from megagraph.data.structure import CoarseBuckets
+from megagraph.flags import in_words
 
 _LARGEST = 2  # octaves below 1, from which classes begin: the first one ends an octave further below
 _CHUNK = 1 << 22  # entries at a time
@@ -182,5 +183,5 @@ def _check_count(count: int, most: int, hops: int, top: int, about: str = "") ->
     if count > most:
         raise ValueError(
             f"expected at most {most:,} pairs of nodes, got {about}{count:,} or more with --hops {hops} and --top {top}"
-            f", {count * _LIST_BYTES / 2**30:.1f} GiB; take fewer of both, or raise --max-pairs"
+            f", {in_words(count * _LIST_BYTES)}; take fewer of both, or raise --max-pairs"
         )

@@ -86,7 +86,7 @@ class AdjacencyPowers:
         if scope == "graph" and self.bytes > most_bytes:
             raise ValueError(
                 f"expected powers of the adjacency that fit into {most_bytes / 2**30:g} GiB, got 1 to {kept}, "
-                f"which take {self.bytes / 2**30:.1f} GiB for {num_powers} channels; raise --power-gib, take "
+                f"which take {in_words(self.bytes)} for {num_powers} channels; raise --power-gib, take "
                 "--power-scope batch, or fewer --channels"
             )
         if scope == "auto":

@@ -705,5 +705,5 @@ def test_pairs_are_counted_before_they_are_made(monkeypatch, most):
         prepare(star, options(hops=2, top=0, max_pairs=38_000))
     ends = np.random.default_rng(0).integers(0, 2000, (2, 30_000))
     even = make_graph(2000, ends.T)
-    with pytest.raises(ValueError, match=r"got (about )?1,\d{3},\d{3} or more with --hops 2"):
+    with pytest.raises(ValueError, match=r"got (about )?1,\d{3},\d{3} or more with --hops 2 and --top 0, 2\d.\d+ MiB"):
         prepare(even, options(hops=2, top=0, max_pairs=most))

@@ -239,7 +239,7 @@ def test_auto_scope_follows_the_size_of_what_is_kept():
             powers = AdjacencyPowers(adjacency, 3, "auto", most)
             assert powers.scope == "batch" and most < powers.bytes <= 1.5 * kept
             assert str(powers).endswith(" MiB, see --power-gib")
-        with pytest.raises(ValueError, match=r"GiB, got 1 to 2, which take .* GiB for 3 channels; raise --power-gib"):
+        with pytest.raises(ValueError, match=r"GiB, got 1 to 2, which take .* MiB for 3 channels; raise --power-gib"):
             AdjacencyPowers(adjacency, 3, "graph", kept - 1)
 
 
