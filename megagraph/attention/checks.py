@@ -94,9 +94,12 @@ def check_inputs(
                     f"{type(bias).__name__} must have a {what} for {heads} heads, got {list(bias.learned.shape)}; "
                     "pass its transpose, .t()"
                 )
+            wanted = f"these query rows and all {columns} columns"
+            if shape[2:] == (rows, columns):
+                wanted = "data of every sequence, or of one" if shape[1] in heads_allowed else f"{expected_heads} heads"
             raise ValueError(
                 f"bias must have shape [B or 1, H or 1, M, N] = [{batch} or 1, {expected_heads}, {rows}, {columns}], "
-                f"got {list(shape)}; pass these query rows and all {columns} columns"
+                f"got {list(shape)}; pass {wanted}"
             )
         tensors |= {"bias data": bias.data, "the learned part of bias": bias.learned, "bias mask": bias.mask}
         tensors |= {} if bias.relation is None else bias.relation.lists

@@ -327,7 +327,11 @@ BAD = {
     ),
     "heads": (
         lambda: mg.biased_attention(*(torch.zeros(1, 3, n, 4) for n in (2, 4, 4)), BucketBias(GOOD, TABLE)),
-        r"bias must have shape",
+        r"bias must have shape .* got \[1, 2, 2, 4\]; pass 3 heads",
+    ),
+    "sequences": (
+        lambda: mg.biased_attention(*(torch.zeros(3, 2, n, 4) for n in (2, 4, 4)), BucketBias([GOOD, GOOD], TABLE)),
+        r"got \[2, 2, 2, 4\]; pass data of every sequence, or of one",
     ),
     "one head for all": (
         lambda: mg.biased_attention(
