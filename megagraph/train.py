@@ -52,6 +52,7 @@ from megagraph.planner.plan import Plan
 from megagraph.progress import log
 from megagraph.provenance import start_of_run
 from megagraph.run import Run, State, is_restart, launch, restarted
+from megagraph.timeline import bubble_in_theory
 from megagraph.train_step import make_pipeline
 from megagraph.weights import fill, read_weights
 
@@ -247,7 +248,7 @@ class Trainer:
             )
             if graph.split is not None and config.split == "random":
                 log.info(f"the split is a random one; {graph.name} has one of its own, which --split public takes")
-            for line in _of_batches(builder, config, sampling_mass):
+            for line in _of_batches(builder, config, plan, sampling_mass):
                 log.info(line)
             if names := unread(config):
                 how = f"{config.model} on {config.batching} batches, {config.bias_form} bias, plan {plan}"
@@ -281,7 +282,7 @@ class Trainer:
         return summary
 
 
-def _of_batches(builder: Builder, config: TrainConfig, sampling_mass: float | None) -> Iterator[object]:
+def _of_batches(builder: Builder, config: TrainConfig, plan: Plan, sampling_mass: float | None) -> Iterator[object]:
     """What is worth knowing of how the graph became sequences."""
     if isinstance(builder, ClusterBatches):
         yield builder.quality
@@ -296,6 +297,9 @@ def _of_batches(builder: Builder, config: TrainConfig, sampling_mass: float | No
         yield builder.structure
         if config.partitions > 1:
             yield builder
+        if plan.pp > 1:
+            waits = f"{bubble_in_theory(plan):.0%}"
+            yield f"stages have one sequence to work on: each rank waits {waits} of a step for others"
 
 
 def _make_pipeline(

@@ -30,6 +30,7 @@ from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_model
 from megagraph.report import report
+from megagraph.train import _of_batches
 from tests.data.graphs import dense_hops, dense_normalized, make_graph, random_graphs
 
 SMALL = dict(batching="full", layers=2, dim=16, ffn_dim=16, heads=2, super_nodes=4, epochs=4, learning_rate=1e-2)
@@ -689,6 +690,12 @@ def test_the_rows_that_ranks_name(graph, world_size):
     for first, last in pairwise(cuts):
         wanted.append(len({column for row, column in pairs if first <= row < last and not first <= column < last}))
     assert builder.halo(world_size) == wanted and max(wanted) > 0
+
+
+def test_stages_of_one_sequence_say_how_long_they_wait(graph):
+    config = mg.TrainConfig(**SMALL)
+    said = [*map(str, _of_batches(batches(config, graph), config, mg.Plan(pp=2), None))]
+    assert said[-1] == "stages have one sequence to work on: each rank waits 50% of a step for others"
 
 
 @pytest.mark.parametrize("most", [100_000, 1_000_000])
