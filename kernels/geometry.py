@@ -12,7 +12,8 @@ _known: dict[tuple, Geometry] = {}
 
 
 class Geometry:
-    """Shapes, strides, dtypes, devices, alignment and memory of tensors, and which begin at the same place."""
+    """Shapes, strides, dtypes, devices and alignment of tensors, whether their memory is there, and which begin at the
+    same place."""
 
     checked = False  # whether an operator has found them in order
 
@@ -25,8 +26,8 @@ def geometry_of(tensors: Iterable[Tensor | None]) -> Geometry:
         if x is None:
             key.append(None)
         else:
-            pointer, there = x.data_ptr(), x.untyped_storage().nbytes()  # of the storage less, if it was freed
-            key += (x.shape, x.stride(), x.dtype, x.device, x.storage_offset(), there, pointer % 16)
+            pointer, there = x.data_ptr(), x.untyped_storage().nbytes()  # less, if it was freed
+            key += (x.shape, x.stride(), x.dtype, x.device, there >= x.nbytes or there, pointer % 16)
             pointers.append(pointer)
     if len(set(pointers)) < len(pointers):
         key += map(pointers.index, pointers)

@@ -181,6 +181,18 @@ def test_freed_or_cut_memory_of_what_was_in_order_before(when, name, impl):
             call() if when == "forward" else out.sum().backward(retain_graph=True)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_freed_memory_of_what_is_expanded(impl):
+    q, index = torch.randn(B, H, M, D), torch.zeros(1, M, M, dtype=torch.uint8)
+    memory = torch.randn(1, 1, M, D)
+    k, bias = memory.expand(B, H, M, D), mg.BucketBias(index, torch.zeros(H, R))
+    mg.biased_attention(q, k, k, bias, impl=impl)
+    k = (memory := torch.randn(1, 1, M, D)).expand(B, H, M, D)
+    memory.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="of its storage, got 0: it was freed"):
+        mg.biased_attention(q, k, k, bias, impl=impl)
+
+
 @of_a_cpu
 def test_packed_rows():
     q, k, v = (torch.randn(8, 6, requires_grad=True) for _ in range(3))

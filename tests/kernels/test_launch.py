@@ -77,6 +77,17 @@ def test_strides_and_alignment_make_another_plan():
         assert len(plans) > known
 
 
+def test_where_in_its_memory_a_tensor_lies_makes_no_other_plan():
+    problem = make_problem("none", SHAPE)
+    call(problem, problem.inputs)
+    known, (q, k, v) = len(plans), problem.inputs
+    for rows in (1, 2, 5):
+        memory = torch.empty(2 * rows * q.numel(), dtype=q.dtype, device=q.device)
+        moved = memory[rows * q.numel() :][: q.numel()].view_as(q).copy_(q)
+        call(problem, [moved, k, v])
+    assert len(plans) == known
+
+
 def test_values_are_read_anew():
     problem = make_problem("bucket", SHAPE)
     table = problem.bias.table
