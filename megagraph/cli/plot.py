@@ -205,15 +205,15 @@ def plot_costmodel(
     def job() -> None:
         from megagraph.planner import plots
         from megagraph.planner.cost import CostModel
-        from megagraph.planner.fitting import fit
+        from megagraph.planner.fitting import ranges_of
+        from megagraph.planner.rows import check_rows
 
         _image(out)
         fitted = CostModel.load(cost)
-        found = read_rows(rows, *(fitted.origin.get(name) for name in ("impl", "dtype")))
-        again = fit(found)
+        found = check_rows(read_rows(rows, *(fitted.origin.get(name) for name in ("impl", "dtype"))))
         for part, own, other in (
-            ("device", fitted.origin.get("device"), again.origin.get("device")),
-            ("sizes", fitted.ranges, again.ranges),
+            ("device", fitted.origin.get("device"), found[0].get("device")),
+            ("sizes", fitted.ranges, ranges_of(found)),
         ):
             if own != other:
                 raise ValueError(

@@ -27,12 +27,11 @@ from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.sample import Pagerank
-from megagraph.data.structure import CoarseBuckets
+from megagraph.data.structure import CoarseBuckets, reach_of_some
 from megagraph.flags import in_words
 
 _LARGEST = 2  # octaves below 1, from which classes begin: the first one ends an octave further below
 _CHUNK = 1 << 22  # entries at a time
-_PROBES = 64  # nodes
 _LIST_BYTES = 4 * 4 + 1  # of a pair: its column, before pairs are joined and after, row and place; its bucket
 
 
@@ -171,8 +170,7 @@ def _check_reach(graph: Graph, hop: int, most: int, top: int) -> None:
     from megagraph.data import traversal
 
     arrays, num_nodes = csr_arrays(graph.indptr, graph.indices), graph.num_nodes
-    some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
-    about = int(num_nodes * traversal.reach(some, *arrays, hop).mean())
+    about = int(reach_of_some(arrays, hop))
     if about > 4 * most:
         _check_count(about, most, hop, top, "about ")
     elif about > most // 4:

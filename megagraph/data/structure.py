@@ -187,12 +187,21 @@ def _kept_bytes(adjacency: Graph | sp.csr_array, num_powers: int, most_bytes: fl
     if (least := of_entry * len(adjacency.indices)) > most_bytes:
         return float(least), None
     arrays = csr_arrays(adjacency.indptr, adjacency.indices)
-    some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
-    estimate = of_entry * num_nodes * float(traversal.reach(some, *arrays, num_powers).mean())
+    estimate = of_entry * reach_of_some(arrays, num_powers)
     if estimate > 4 * most_bytes:
         return estimate, None
     counts = traversal.reach(np.arange(num_nodes), *arrays, num_powers)
     return of_entry * float(counts.sum()), counts
+
+
+def reach_of_some(arrays: tuple[np.ndarray, np.ndarray], num_hops: int) -> float:
+    """About how many pairs of nodes are within ``num_hops`` in a graph, a node and itself among them, by what some
+    nodes reach; ``arrays``: of ``csr_arrays``."""
+    from megagraph.data import traversal
+
+    num_nodes = len(arrays[0]) - 1
+    some = np.random.default_rng(0).choice(num_nodes, min(_PROBES, num_nodes), replace=False)
+    return num_nodes * float(traversal.reach(some, *arrays, num_hops).mean())
 
 
 def _first_occurrence(nodes: np.ndarray) -> np.ndarray:

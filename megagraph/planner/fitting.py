@@ -134,7 +134,7 @@ def fit(rows: Iterable[Row]) -> CostModel:
         memory=memory,
         stall_seconds=float(np.median(stalls)) if stalls else 0.0,
         slowness=slowness,
-        ranges=_ranges(checked),
+        ranges=ranges_of(checked),
         held_out=held_out,
         workload=next((Workload.from_json(row["workload"]) for row in checked if "workload" in row), None),
         model=next((ModelConfig.from_json(row["model"]) for row in checked if "model" in row), None),
@@ -369,7 +369,8 @@ def fit_process(memory: Mapping[str, float], rows: Sequence[Row]) -> dict[str, f
     return {"process.byte": max(1.0, float(np.median(factors)))} if factors else {}
 
 
-def _ranges(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+def ranges_of(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """The least and the largest of every size that was measured."""
     values: dict[str, list[float]] = {}
     for row in rows:
         if row["kind"] == "ring":
