@@ -14,16 +14,15 @@ from megagraph.config import TrainConfig
 from megagraph.data.build import Builder
 from megagraph.data.graph import Graph, Split
 from megagraph.evaluate import (
-    batches,
     graph_facts,
     make_loader,
     make_model,
     model_config_of,
     num_parameters,
+    same_batches,
     same_graph,
 )
 from megagraph.parallel.mesh import (
-    on_every_rank,
     on_one_process_first,
     on_rank_zero,
     own_device,
@@ -64,7 +63,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         device = own_device(config)
         graph, split = same_graph(data, config)
         started = time.perf_counter()
-        builder = on_every_rank(lambda: batches(config, graph))
+        builder = same_batches(config, graph)
         preprocess_seconds = time.perf_counter() - started
         loader: Any = make_loader(replace(config, workers=0), builder, split.train, shuffle=True).epoch(0)
         epoch = loader.sampler

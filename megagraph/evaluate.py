@@ -49,6 +49,12 @@ def batches(config: TrainConfig, graph: Graph) -> Builder:
     return prepare(graph, config.batch_options, known=known)
 
 
+def same_batches(config: TrainConfig, graph: Graph) -> Builder:
+    """``batches`` on every rank; where a store keeps pairs, one process of each machine goes first. Collective."""
+    is_kept = config.batching == "full" and isinstance(graph, StoredGraph)
+    return (on_one_process_first if is_kept else on_every_rank)(lambda: batches(config, graph))
+
+
 def unread(config: TrainConfig) -> list[str]:
     """Flags that are not at their default and change nothing in training."""
     others = {"batch_size": config.batching == "full", "max_degree": config.model != "graphormer"}

@@ -24,7 +24,15 @@ from megagraph.data.ego import EgoBatches
 from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs
-from megagraph.evaluate import batches, graph_facts, make_model, model_config_of, num_parameters, same_graph, unread
+from megagraph.evaluate import (
+    graph_facts,
+    make_model,
+    model_config_of,
+    num_parameters,
+    same_batches,
+    same_graph,
+    unread,
+)
 from megagraph.flags import in_words
 from megagraph.history import History
 from megagraph.models.config import ModelConfig
@@ -215,7 +223,7 @@ class Trainer:
         graph, split = same_graph(data, config)
         phase("build")
         started = time.perf_counter()
-        builder = on_every_rank(lambda: batches(config, graph))
+        builder = same_batches(config, graph)
         preprocess_seconds = time.perf_counter() - started
         predicted = None
         if plan is None:

@@ -165,13 +165,14 @@ def _coarsen(folder: Path, step: Method) -> dict[str, object]:
     partition(synthetic_graph(num_nodes=100), 10, step)
     jit_seconds = time.perf_counter() - started
     graph = open_store(folder)
-    for path in (folder / "cache").glob(f"partition-{step}-*"):
-        path.unlink()
+    for kind in (step, "super"):
+        for path in (folder / "cache").glob(f"partition-{kind}-*"):
+            path.unlink()
     started = time.perf_counter()
     clusters = partition(graph, CLUSTERS, step)
     partitioned = time.perf_counter()
     print(f"{step}: {partitioned - started:.1f} s, {quality(graph, clusters)}", file=sys.stderr, flush=True)
-    supers, _ = merge(clusters, quotient(graph, clusters), SUPER_NODES)
+    supers, _ = merge(graph, clusters, quotient(graph, clusters), SUPER_NODES)
     merged = time.perf_counter()
     again = partition(graph, CLUSTERS, step)
     cached_seconds = time.perf_counter() - merged

@@ -45,7 +45,7 @@ def profile(
 
     def job() -> None:
         from megagraph.auto import CACHE, measure, memory_bytes
-        from megagraph.evaluate import batches, same_graph
+        from megagraph.evaluate import same_batches, same_graph
         from megagraph.parallel.mesh import check_same_run, on_every_rank, own_device, rank, world_size
         from megagraph.planner.cluster import Cluster, Nodes
         from megagraph.planner.rows import save_rows
@@ -53,7 +53,7 @@ def profile(
         check_same_run(config)
         device = own_device(config)
         graph, split = same_graph(None, config)
-        builder = on_every_rank(lambda: batches(config, graph))
+        builder = same_batches(config, graph)
         measured = measure(config, graph, builder, split.train, device, seconds=seconds, cache=CACHE if cache else None)
         memory = on_every_rank(lambda: memory_bytes(device))
         if rank() == 0:

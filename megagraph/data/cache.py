@@ -41,30 +41,48 @@ def names(store: Path) -> list[str]:
 
 
 def load(store: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-    """An array as it was saved, or None."""
+    """An array as it was saved, mapped from its file, or None; what is written to it stays with this process."""
     index, path = _read(store), store / "cache" / name
     head = npy_head(shape, dtype)
     with suppress(OSError):
         if index is None or name not in index["files"] or not path.is_file():
             return None
-        content = np.fromfile(path, np.uint8)
+        content = np.memmap(path, np.uint8, "c")
         if xxhash.xxh3_128_hexdigest(content.data) != index["files"][name] or content[: len(head)].tobytes() != head:
             return None
-        return content[len(head) :].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, buffer=content, offset=len(head))
     return None
 
 
-def save(store: Path, name: str, array: np.ndarray) -> None:
-    """Keep an array.
+def save(store: Path, arrays: dict[str, np.ndarray], instead_of: str | None = None) -> None:
+    """Keep arrays, by name, all or none; others whose names begin with ``instead_of`` go.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or has no room.
     """
-    content = npy_head(array.shape, array.dtype) + np.ascontiguousarray(array).tobytes()
+    folder = store / "cache"
     with _locked(store) as index:
-        index["files"][name] = xxhash.xxh3_128_hexdigest(content)
-        files.write_json(store / "cache" / "index.json", index)  # first: no file is ever there that it does not name
-        files.write(store / "cache" / name, content)
+        gone = [x for x in index["files"] if instead_of and x.startswith(instead_of) and x not in arrays]
+        for name in gone:
+            (folder / name).unlink(missing_ok=True)
+        contents = {name: (npy_head(x.shape, x.dtype), np.ascontiguousarray(x)) for name, x in arrays.items()}
+        index["files"] = {name: digest for name, digest in index["files"].items() if name not in gone}
+        index["files"] |= {name: _checksum(*parts) for name, parts in contents.items()}
+        files.write_json(folder / "index.json", index)  # first: no file is ever there that it does not name
+        try:
+            for name, (head, array) in contents.items():
+                with files.replacing(folder / name) as file:
+                    file.writelines((head, array.data))
+        except OSError:
+            for name in contents:
+                (folder / name).unlink(missing_ok=True)
+            raise
+
+
+def _checksum(head: bytes, array: np.ndarray) -> str:
+    digest = xxhash.xxh3_128(head)
+    digest.update(array.data)
+    return digest.hexdigest()
 
 
 def checked(store: Path) -> dict[str, Any] | None:

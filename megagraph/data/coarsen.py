@@ -69,14 +69,16 @@ def partition(graph: Graph, num_parts: int, method: Method = "auto") -> np.ndarr
 
 def nested_partition(graph: Graph, num_parts: int, sizes: np.ndarray) -> np.ndarray:
     """``partition`` into parts that balance ``sizes``, int [V], in an order that cuts few edges wherever it is cut."""
-    if graph.num_edges <= _METIS_EDGES:
-        digest = zlib.crc32(np.ascontiguousarray(sizes).data)
-        kind = f"nested-{digest:08x}"
-        return _kept(graph, num_parts, kind, lambda: metis(num_parts, graph.indptr, graph.indices, sizes, nested=True))
-    parts = partition(graph, num_parts, "propagation")
-    weights = np.bincount(parts, weights=sizes).astype(np.int64)
-    halves = _metis_of_parts(min(_MOST_HALVES, len(weights)), quotient(graph, parts), weights, nested=True)
-    return np.argsort(np.argsort(halves, kind="stable"))[parts].astype(np.int32)
+
+    def clusters() -> np.ndarray:
+        if graph.num_edges <= _METIS_EDGES:
+            return metis(num_parts, graph.indptr, graph.indices, sizes, nested=True)
+        parts = partition(graph, num_parts, "propagation")
+        weights = np.bincount(parts, weights=sizes).astype(np.int64)
+        halves = _metis_of_parts(min(_MOST_HALVES, len(weights)), quotient(graph, parts), weights, nested=True)
+        return np.argsort(np.argsort(halves, kind="stable"))[parts].astype(np.int32)
+
+    return _kept(graph, num_parts, f"nested-{_digest(sizes)}", clusters)
 
 
 def _kept(graph: Graph, num_parts: int, kind: str, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -91,8 +93,12 @@ def _kept(graph: Graph, num_parts: int, kind: str, make: Callable[[], np.ndarray
     parts = make()
     if isinstance(graph, StoredGraph):
         with contextlib.suppress(OSError):  # the folder may be read-only
-            cache.save(graph.store, name, parts.astype("<i4", copy=False))
+            cache.save(graph.store, {name: parts.astype("<i4", copy=False)})
     return parts
+
+
+def _digest(values: np.ndarray) -> str:
+    return f"{zlib.crc32(np.ascontiguousarray(values).data):08x}"
 
 
 def _is_partition(parts: np.ndarray, num_parts: int) -> bool:
@@ -100,8 +106,8 @@ def _is_partition(parts: np.ndarray, num_parts: int) -> bool:
     return 0 <= parts.min() <= parts.max() < num_parts and bool(np.bincount(parts).all())
 
 
-def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np.ndarray, sp.csr_array]:
-    """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between.
+def merge(graph: Graph, clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np.ndarray, sp.csr_array]:
+    """Merge clusters [V] into at most ``num_parts`` balanced super nodes with few edges between; kept as a partition.
 
     Args:
         edges: between the clusters, their ``quotient``.
@@ -112,11 +118,14 @@ def merge(clusters: np.ndarray, edges: sp.csr_array, num_parts: int) -> tuple[np
     size = np.bincount(clusters)
     if len(size) <= num_parts:
         return clusters, edges
-    parts = _metis_of_parts(num_parts, edges, size)
+    kind = f"super-{_digest(clusters)}"
+    supers = _kept(graph, num_parts, kind, lambda: _metis_of_parts(num_parts, edges, size)[clusters])
+    parts = np.empty(len(size), np.int32)
+    parts[clusters] = supers
     one_hot = sp.csr_array((np.ones(len(size), np.float32), parts, np.arange(len(size) + 1)))
     merged = sp.csr_array(one_hot.T @ edges @ one_hot)
     merged.sort_indices()
-    return parts[clusters], merged
+    return supers, merged
 
 
 def _metis_of_parts(num_parts: int, edges: sp.csr_array, sizes: np.ndarray, *, nested: bool = False) -> np.ndarray:

@@ -15,21 +15,26 @@ Class c has what is above 2^-(c + 3), from 1/8 on; the last one what is left. Pa
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import numpy as np
 import scipy.sparse as sp
 import torch
+import xxhash
 
 from megagraph.attention.bias import BorderedData
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.relation import Relation
+from megagraph.data import cache
 from megagraph.data.coarsen import Coarsening, normalized_adjacency
 from megagraph.data.graph import Graph, csr_arrays
 from megagraph.data.options import PAIR_CLASSES, BatchOptions
 from megagraph.data.sample import Pagerank
+from megagraph.data.store import StoredGraph
 from megagraph.data.structure import CoarseBuckets, reach_of_some
 from megagraph.flags import in_words
 
+_KEPT = "pairs1"  # what they are called in a store; others of the same options need another number
 _LARGEST = 2  # octaves below 1, from which classes begin: the first one ends an octave further below
 _CHUNK = 1 << 22  # entries at a time
 _LIST_BYTES = 4 * 4 + 1  # of a pair: its column, before pairs are joined and after, row and place; its bucket
@@ -62,11 +67,7 @@ class PairBuckets:
         self.size = options.num_full_buckets
         self.order = order
         self._hops_of_buckets = [0, *np.repeat(np.arange(1, hops + 1 + (top > 0)), PAIR_CLASSES).tolist()]
-        found = _pairs(graph, order, hops, top, options.max_pairs)
-        starts, columns, buckets = (torch.from_numpy(x) for x in found)
-        self.relation, self.index = Relation.from_lists(
-            "the pairs of the graph", starts, columns, buckets, graph.num_nodes
-        )
+        self.relation, self.index = _kept(graph, order, hops, top, options.max_pairs)
         self._slots = np.argsort(order)  # of every node
         self._last: tuple[np.ndarray, tuple[Relation, torch.Tensor]] | None = None
 
@@ -114,6 +115,48 @@ class PairBuckets:
     def __str__(self) -> str:
         each = self.num_pairs / len(self.order)
         return f"{self.num_pairs:,} pairs of nodes attend, {each:.1f} a node, beside the super nodes"
+
+
+def _kept(graph: Graph, order: np.ndarray, hops: int, top: int, most: int) -> tuple[Relation, torch.Tensor]:
+    """The pairs and their buckets, mapped from the folder of a graph that comes from a store, which keeps the last."""
+    if not isinstance(graph, StoredGraph):
+        return _made(graph, order, hops, top, most)
+    key = xxhash.xxh3_128(f"{_KEPT} {hops} {top} {graph.fingerprint()}".encode())
+    key.update(np.ascontiguousarray(order, np.int64).data)
+    name = f"{_KEPT}-{key.hexdigest()}"
+    mapped = _mapped(graph, name, hops, top, most)
+    if mapped is not None:
+        return mapped
+    relation, index = _made(graph, order, hops, top, most)
+    with suppress(OSError):  # the folder may be read-only, or full
+        arrays = {f"{name}-{field}.npy": x.numpy() for field, x in (relation.lists | {"index": index}).items()}
+        cache.save(graph.store, arrays, instead_of=f"{_KEPT}-")
+    return _mapped(graph, name, hops, top, most) or (relation, index)
+
+
+def _mapped(graph: StoredGraph, name: str, hops: int, top: int, most: int) -> tuple[Relation, torch.Tensor] | None:
+    """What was kept by this name, or None."""
+
+    def load(field: str, length: int, dtype: str) -> np.ndarray | None:
+        return cache.load(graph.store, f"{name}-{field}.npy", (length,), np.dtype(dtype))
+
+    starts = load("row_starts", graph.num_nodes + 1, "<i8")
+    if starts is None:
+        return None
+    _check_count(int(starts[-1]), most, hops, top)
+    lists = {field: load(field, int(starts[-1]), "<i4") for field in ("columns", "key_rows", "key_pairs")}
+    lists |= {"row_starts": starts, "key_starts": load("key_starts", graph.num_nodes + 1, "<i8")}
+    lists |= {"index": load("index", int(starts[-1]), "|u1")}
+    found = {field: torch.from_numpy(x) for field, x in lists.items() if x is not None}
+    if len(found) < len(lists):
+        return None
+    index = found.pop("index")
+    return Relation(**found, num_columns=graph.num_nodes), index
+
+
+def _made(graph: Graph, order: np.ndarray, hops: int, top: int, most: int) -> tuple[Relation, torch.Tensor]:
+    starts, columns, buckets = map(torch.from_numpy, _pairs(graph, order, hops, top, most))
+    return Relation.from_lists("the pairs of the graph", starts, columns, buckets, graph.num_nodes)
 
 
 def _pairs(

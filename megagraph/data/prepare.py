@@ -90,7 +90,7 @@ def _builder(graph: Graph, options: BatchOptions, cluster_size: int | None) -> B
     else:
         clusters = partition(graph, num_clusters)
     edges = quotient(graph, clusters)
-    supers, between = merge(clusters, edges, options.num_super - options.global_tokens)
+    supers, between = merge(graph, clusters, edges, options.num_super - options.global_tokens)
     coarsening = coarsen(graph, supers, edges=between, strongest=_COARSE_EDGES)
     if options.batching == "full":
         order = np.argsort(clusters, kind="stable")

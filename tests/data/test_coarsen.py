@@ -170,13 +170,13 @@ def test_normalized_adjacency_is_the_formula(graph):
 def test_super_nodes_are_whole_clusters_and_balanced(graph):
     clusters = partition(graph, 40)
     edges = quotient(graph, clusters)
-    merged, between = merge(clusters, edges, 6)
+    merged, between = merge(graph, clusters, edges, 6)
     assert (between.toarray() == quotient(graph, merged).toarray()).all() and between.has_sorted_indices
     assert merged.dtype == np.int32 and np.unique(merged).tolist() == list(range(merged.max() + 1))
     assert 4 <= merged.max() + 1 <= 6
     assert len({*zip(clusters, merged, strict=True)}) == clusters.max() + 1
     assert np.bincount(merged).max() < 1.5 * np.bincount(merged).mean()
-    assert merge(clusters, edges, 40) == (clusters, edges)
+    assert merge(graph, clusters, edges, 40) == (clusters, edges)
 
 
 def test_a_cut_of_the_cluster_graph_counts_edges(graph):
@@ -187,7 +187,8 @@ def test_a_cut_of_the_cluster_graph_counts_edges(graph):
         (8 * a + rng.integers(8), 8 * b + rng.integers(8)) for a, b in pairs for _ in range(1 + 9 * (a // 6 == b // 6))
     ]
     clusters = np.arange(96) // 8
-    merged, _ = merge(clusters, quotient(make_graph(96, edges), clusters), 2)
+    graph = make_graph(96, edges)
+    merged, _ = merge(graph, clusters, quotient(graph, clusters), 2)
     assert len(np.unique(merged[:48])) == len(np.unique(merged[48:])) == 1
 
 

@@ -23,11 +23,13 @@ import megagraph as mg
 from megagraph.ablation import bias_effect
 from megagraph.attention.dropout import dropout_keys
 from megagraph.data import options as options_module
+from megagraph.data import pairs
 from megagraph.data.batch import Batch, Share
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.graph import Graph
 from megagraph.data.prepare import prepare
-from megagraph.evaluate import class_probabilities, make_loader, make_model, same_graph
+from megagraph.data.store import open_store, write_store
+from megagraph.evaluate import class_probabilities, make_loader, make_model, same_batches, same_graph
 from megagraph.objective import loss_sum, predicted
 from megagraph.parallel.delivery import NodeLoader, builds, stages_of_node
 from megagraph.parallel.mesh import check_equal, check_same_run, make_mesh, on_every_rank, on_rank_zero
@@ -419,6 +421,16 @@ def different_plans(folder: str) -> str:
         return bad_plan(folder, plan="2,1,1")
 
 
+def pairs_of_a_store(store: Path) -> tuple[int, list[int]]:
+    """How often a rank made the pairs of a graph, and the columns it has."""
+    on_rank_zero(lambda: write_store(synthetic_graph(num_nodes=60), store))
+    make, made = pairs._pairs, []
+    config = mg.TrainConfig(dataset=str(store), batching="full", super_nodes=4)
+    with patch.object(pairs, "_pairs", lambda *given: made.append(given) or make(*given)):
+        structure = same_batches(config, open_store(store)).structure
+    return len(made), structure.relation.columns.tolist()
+
+
 def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
     """Errors that concern one rank, seen from all of them."""
     rank = dist.get_rank()
@@ -438,6 +450,7 @@ def agreement_cases(world_size: int, folder: str) -> dict[str, Callable]:
                 lambda: on_every_rank(lambda: fail_on({world_size - 1}, torch.OutOfMemoryError))
             ),
             "no room to measure": lambda: message_of(partial(profile_without_room, world_size - 1)),
+            "pairs of a store": partial(pairs_of_a_store, Path(folder) / "store"),
             "fails nowhere": lambda: on_every_rank(lambda: fail_on(set())),
             "fails on the last": lambda: message_of(lambda: on_every_rank(lambda: fail_on({world_size - 1}))),
             "fails everywhere": lambda: message_of(lambda: on_every_rank(lambda: fail_on(set(range(world_size))))),

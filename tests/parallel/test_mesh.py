@@ -63,6 +63,11 @@ def test_what_fails_nowhere_returns():
     assert [result["fails nowhere"] for result in ranks.results(3)] == [f"done on rank {rank}" for rank in range(3)]
 
 
+def test_one_process_makes_the_pairs_that_a_store_keeps():
+    (first, columns), *others = (result["pairs of a store"] for result in ranks.results(3))
+    assert first == 1 and others == [(0, columns)] * 2 and len(columns) > 60
+
+
 @pytest.mark.parametrize("case", BAD_PLANS)
 def test_bad_plan(case):
     messages = [result[case] for result in ranks.results(2)]
