@@ -404,6 +404,15 @@ def test_command_line_errors(arguments, message):
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words", ["data generate --nodes 20 --edges 30 --features 2 --classes 2 --out", "plot curves nosuch --out"]
+)
+def test_a_command_for_one_process_is_refused_by_several(words, tmp_path):
+    for done in processes.launch(2, *words.split(), tmp_path / "made"):
+        assert done.returncode == 1 and "one process for this command, got 2; start it without torchrun" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def torchrun(processes, *arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *arguments]
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]

@@ -56,7 +56,7 @@ def train(config: TrainConfig, dry_run: bool = False) -> Job:
         if rank() == 0:
             print(json.dumps(result, indent=2, default=str))
 
-    return Job(job, config.timeout)
+    return Job(job, config.timeout, several=True)
 
 
 def predict(
@@ -84,7 +84,7 @@ def predict(
             what = "labels" if Run.open(run).model_config.multi_label else "classes"
             print(f"{path}: {probabilities.shape[0]} nodes x {probabilities.shape[1]} {what}")
 
-    return Job(job)
+    return Job(job, several=True)
 
 
 def evaluate(
@@ -111,7 +111,7 @@ def evaluate(
         if rank() == 0:
             print(json.dumps(results, indent=2))
 
-    return Job(job)
+    return Job(job, several=True)
 
 
 def _defaults(words: list[str]) -> Any:
@@ -254,11 +254,13 @@ def _run() -> None:
         if "WORLD_SIZE" not in os.environ:  # nobody else is to know
             raise
         job, error = Job(lambda: None), caught
-    from megagraph.parallel.mesh import on_every_rank, process_group
+    from megagraph.parallel.mesh import on_every_rank, process_group, world_size
 
     def agree() -> None:
         if error is not None:
             raise error
+        if world_size() > 1 and not job.several:  # each would write the same files
+            raise ValueError(f"expected one process for this command, got {world_size()}; start it without torchrun")
 
     with process_group(job.timeout_seconds):
         on_every_rank(agree)

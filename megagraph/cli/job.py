@@ -15,6 +15,7 @@ class Job(NamedTuple):
 
     run: Callable[[], None]
     timeout_seconds: float = TrainConfig.timeout
+    several: bool = False  # whether it is one for several processes, too
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def profile(
             if not links:
                 print("communication was not measured: this is one process; start it with torchrun to measure links")
 
-    return Job(job, config.timeout)
+    return Job(job, config.timeout, several=True)
 
 
 def fit(
