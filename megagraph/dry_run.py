@@ -32,6 +32,7 @@ from megagraph.parallel.mesh import (
 from megagraph.planner.fitting import fit
 from megagraph.planner.plan import Plan
 from megagraph.planner.profile import predicts
+from megagraph.timeline import bubble_in_theory
 
 
 def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
@@ -41,10 +42,11 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
         data: as for ``Trainer.fit``.
 
     Returns:
-        graph, model, parameters, sequence_nodes (N), sequences_of_an_epoch, steps_of_an_epoch (of the first: batches
-        that hold training nodes), steps, plan, device, preprocess_seconds, and, where this machine has a profile (of
-        ``megagraph profile`` or ``--plan auto``) for such a run, predicted_step_seconds and predicted_memory_bytes, or
-        else, as no_prediction, why there are none.
+        graph, model, parameters, sequence_nodes (N), notes (how the graph became sequences, such as whose powers a
+        bias has), sequences_of_an_epoch, steps_of_an_epoch (of the first: batches that hold training nodes), steps,
+        plan, device, preprocess_seconds, and, where this machine has a profile (of ``megagraph profile`` or ``--plan
+        auto``) for such a run, predicted_step_seconds and predicted_memory_bytes, or else, as no_prediction, why there
+        are none.
 
     Raises:
         ValueError: as ``Trainer.fit``.
@@ -78,6 +80,7 @@ def dry_run(config: TrainConfig, data: Any = None) -> dict[str, Any]:
             "model": config.model,
             "parameters": num_parameters(make_model(config, model_config_of(config, graph, builder))),
             "sequence_nodes": builder.sequence_nodes,
+            "notes": on_rank_zero(lambda: builder.notes(0.0 if plan is None else bubble_in_theory(plan))),
             "sequences_of_an_epoch": sequences,
             "steps_of_an_epoch": steps_of_epoch,
             "steps": steps if config.max_steps is None else min(steps, config.max_steps),

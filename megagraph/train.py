@@ -6,7 +6,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,7 @@ from megagraph import auto, files, plots
 from megagraph.ablation import bias_effect
 from megagraph.board import TensorBoard, WandB
 from megagraph.config import AUTO, TrainConfig
-from megagraph.data.build import Builder
-from megagraph.data.cluster import ClusterBatches
 from megagraph.data.ego import EgoBatches
-from megagraph.data.full import FullBatches
 from megagraph.data.structure import BiasChannels
 from megagraph.epochs import Epochs
 from megagraph.evaluate import (
@@ -247,7 +244,6 @@ class Trainer:
         else:
             on_rank_zero(note)
         pipeline, parameters = _make_pipeline(config, plan, state, model_config, device)
-        sampling_mass = builder.pagerank.mass() if isinstance(builder, EgoBatches) and run.writes else None
         if run.writes:
             log.info(
                 f"{facts}\n"
@@ -256,7 +252,7 @@ class Trainer:
             )
             if graph.split is not None and config.split == "random":
                 log.info(f"the split is a random one; {graph.name} has one of its own, which --split public takes")
-            for line in _of_batches(builder, config, plan, sampling_mass):
+            for line in builder.notes(bubble_in_theory(plan)):
                 log.info(line)
             if names := unread(config):
                 how = f"{config.model} on {config.batching} batches, {config.bias_form} bias, plan {plan}"
@@ -283,31 +279,11 @@ class Trainer:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             predicted_step_seconds=None if predicted is None else predicted.step_seconds,
             predicted_memory_bytes=None if predicted is None else int(predicted.peak_bytes),
-            sampling_mass=on_rank_zero(lambda: sampling_mass),
+            sampling_mass=on_rank_zero(lambda: builder.sampling_mass if isinstance(builder, EgoBatches) else None),
             power_scope=builder.structure.powers.scope if isinstance(builder.structure, BiasChannels) else None,
         )
         run.write_summary(asdict(summary))
         return summary
-
-
-def _of_batches(builder: Builder, config: TrainConfig, plan: Plan, sampling_mass: float | None) -> Iterator[object]:
-    """What is worth knowing of how the graph became sequences."""
-    if isinstance(builder, ClusterBatches):
-        yield builder.quality
-    if sampling_mass is not None:
-        yield (
-            f"a node samples from at most {config.batch_options.num_candidates} others, which hold {sampling_mass:.0%} "
-            "of its PageRank on others (--candidates, --epsilon)"
-        )
-    if isinstance(builder.structure, BiasChannels):
-        yield builder.structure.powers
-    if isinstance(builder, FullBatches):
-        yield builder.structure
-        if config.partitions > 1:
-            yield builder
-        if plan.pp > 1:
-            waits = f"{bubble_in_theory(plan):.0%}"
-            yield f"stages have one sequence to work on: each rank waits {waits} of a step for others"
 
 
 def _make_pipeline(

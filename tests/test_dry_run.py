@@ -24,6 +24,9 @@ SHAPES = {
 }
 
 
+NOTES = {"ego": "of its PageRank on others", "cluster": "clusters, edge cut", "full": "pairs of nodes attend"}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_said_is_what_is_trained(tmp_path, monkeypatch, shape):
     monkeypatch.setattr(auto, "measure", functools.partial(auto.measure, cache=tmp_path / "cache"))
@@ -35,6 +38,7 @@ def test_what_is_said_is_what_is_trained(tmp_path, monkeypatch, shape):
         assert said[name] == getattr(summary, name), name
     assert said["steps_of_an_epoch"] == {"cluster": 1, "full": 1, "partitions": 3}.get(shape, 6)
     assert said["sequences_of_an_epoch"] == {"cluster": 1, "full": 1, "partitions": 3}.get(shape, 2 * 60)
+    assert any(NOTES[given.batching] in note for note in said["notes"])
     (start,) = Run.open(tmp_path / "run").starts
     assert said["graph"] == start["data"]
     expected = "learned embedding" if shape == "learned" else "no profile of this machine is kept"

@@ -87,6 +87,10 @@ class Builder(ABC):
     def build(self, item: np.ndarray, label_mask: np.ndarray, rng: np.random.Generator, share: Share = WHOLE) -> Batch:
         """One batch from an item of the plan; labels of nodes outside ``label_mask`` [V] do not count."""
 
+    def notes(self, bubble: float) -> list[str]:
+        """What is worth knowing of how the graph became sequences, where stages wait for others so much of a step."""
+        return [str(self.structure.powers)] if isinstance(self.structure, BiasChannels) else []
+
     @property
     def in_features(self) -> int:
         """Width d_in of the features of batches."""

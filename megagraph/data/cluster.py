@@ -49,6 +49,9 @@ class ClusterBatches(Builder):
         degrees = np.bincount(coarsening.membership, weights=np.diff(graph.indptr))[:, None]
         self._sums = np.concatenate([coarsening.features * size.astype(np.float64), degrees, size], axis=1)
 
+    def notes(self, bubble: float) -> list[str]:
+        return [str(self.quality), *super().notes(bubble)]
+
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Regular nodes [B, N'] of every batch of an epoch; without ``rng`` always the same.
 

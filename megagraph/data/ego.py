@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from megagraph.data.batch import WHOLE, Batch, Share
@@ -31,10 +33,21 @@ class EgoBatches(Builder):
     ) -> None:
         super().__init__(graph, coarsening, structure)
         self.pagerank = pagerank
-        self.samples = options.samples
+        self.samples, self._candidates = options.samples, options.num_candidates
         self.num_regular = min(1 + options.sample_nodes, max(2, graph.num_nodes))
         self.sequence_nodes = self.num_regular + options.num_super
         self._nearest = nearest_parts(coarsening.adjacency, options.num_super - options.global_tokens)
+
+    @cached_property
+    def sampling_mass(self) -> float | None:
+        """Part of PageRank on others that a target samples from, see ``Pagerank.mass``."""
+        return self.pagerank.mass()
+
+    def notes(self, bubble: float) -> list[str]:
+        mass = self.sampling_mass
+        held = "" if mass is None else f", which hold {mass:.0%} of its PageRank on others"
+        most = f"a node samples from at most {self._candidates} others{held} (--candidates, --epsilon)"
+        return [most, *super().notes(bubble)]
 
     def plan(self, nodes: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
         """Targets of every batch of an epoch: ``nodes`` in order, or shuffled by ``rng``."""

@@ -196,7 +196,15 @@ class FullBatches(Builder):
         columns[torch.from_numpy(rows)] = (several == 1).float()
         return columns
 
-    def __str__(self) -> str:
+    def notes(self, bubble: float) -> list[str]:
+        said = [str(self.structure)]
+        if self.partitions > 1:
+            said.append(self._of_partitions())
+        if bubble:
+            said.append(f"stages have one sequence to work on: each rank waits {bubble:.0%} of a step for others")
+        return said
+
+    def _of_partitions(self) -> str:
         sizes, relation = np.diff(self.pieces), self.structure.relation
         of_slots = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         of_rows = np.repeat(of_slots, relation.row_starts.diff().numpy())

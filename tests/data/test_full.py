@@ -30,7 +30,7 @@ from megagraph.data.smooth import propagated, with_degrees
 from megagraph.data.start import bias_labels
 from megagraph.evaluate import batches, choose_split, make_model
 from megagraph.report import report
-from megagraph.train import _of_batches
+from megagraph.timeline import bubble_in_theory
 from tests.data.graphs import dense_hops, dense_normalized, make_graph, random_graphs
 
 SMALL = dict(batching="full", layers=2, dim=16, ffn_dim=16, heads=2, super_nodes=4, epochs=4, learning_rate=1e-2)
@@ -187,9 +187,9 @@ def test_partitions_are_pieces_that_are_dealt_out_anew_every_epoch(cluster_size,
     assert len(pieces) == number and set(builder.pieces[1:-1]) <= set(builder._ends.tolist())
     pairs = builder.structure.relation.row_starts.diff().numpy()
     within = sum(len(builder.structure.among(np.array(piece))[1]) for piece in pieces) / builder.structure.num_pairs
-    sizes = [*map(len, pieces)]
-    assert f"5 steps an epoch, to which {number} pieces of {min(sizes)} to {max(sizes)} nodes are" in str(builder)
-    assert f"{within:.0%} of the pairs are within a piece" in str(builder)
+    sizes, (_, note) = [*map(len, pieces)], builder.notes(0.0)
+    assert f"5 steps an epoch, to which {number} pieces of {min(sizes)} to {max(sizes)} nodes are" in note
+    assert f"{within:.0%} of the pairs are within a piece" in note
     epochs, met = [partitions_of(builder, seed) for seed in range(9)], set()
     for epoch in epochs:
         of_slot = np.empty(3000, int)
@@ -203,7 +203,7 @@ def test_partitions_are_pieces_that_are_dealt_out_anew_every_epoch(cluster_size,
         assert max(work) <= 1.25 * np.mean(work)
     assert len(met) > 0.7 * number * (number - 1) / 2  # of partitions that stay the same a fifth
     attend = np.mean([sum(len(batch.structure.index) for _, batch in epoch) for epoch in epochs])
-    said = float(str(builder).split("% attend")[0].split()[-1]) / 100
+    said = float(note.split("% attend")[0].split()[-1]) / 100
     assert within < 0.9 * said and said == pytest.approx(attend / builder.structure.num_pairs, abs=0.02)
 
 
@@ -693,8 +693,7 @@ def test_the_rows_that_ranks_name(graph, world_size):
 
 
 def test_stages_of_one_sequence_say_how_long_they_wait(graph):
-    config = mg.TrainConfig(**SMALL)
-    said = [*map(str, _of_batches(batches(config, graph), config, mg.Plan(pp=2), None))]
+    said = prepare(graph, options()).notes(bubble_in_theory(mg.Plan(pp=2)))
     assert said[-1] == "stages have one sequence to work on: each rank waits 50% of a step for others"
 
 
