@@ -16,7 +16,7 @@ import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import ClusterGCNConv, GATConv, GCNConv, GPSConv, Polynormer, SAGEConv, SGFormer
+from torch_geometric.nn import GCN, ClusterGCNConv, GATConv, GCNConv, GPSConv, Polynormer, SAGEConv, SGFormer
 from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import to_torch_csr_tensor
 
@@ -116,9 +116,17 @@ class _WithBatch(nn.Module):
 
 
 def make(baseline: Baseline, widths: tuple[int, int, int], settings: dict[str, Any]) -> nn.Module:
-    """The network of these widths (features, hidden, classes); settings are those of its class."""
+    """The network of these widths (features, hidden, classes); settings are those of its class.
+
+    ``classic`` SGFormer: as its authors have it for graphs of this size, whose convolutions have neither normalisation
+    nor residual connections; torch_geometric's are those for large graphs.
+    """
     if baseline == "sgformer":
-        return _WithBatch(SGFormer(*widths, **settings))
+        given = {name: value for name, value in settings.items() if name != "classic"}
+        network = SGFormer(*widths, **given)
+        if "classic" in settings:
+            network.graph_conv = GCN(*widths[:2], given["gnn_num_layers"], dropout=given["gnn_dropout"], cached=True)
+        return _WithBatch(network)
     if baseline == "polynormer":
         return _WithBatch(Polynormer(*widths, **settings))
     if baseline == "nodeformer":
