@@ -124,7 +124,7 @@ def choose(config: TrainConfig, rows: Sequence[Row], device: torch.device) -> Ca
             fixed[name] = getattr(config, field)
     given = math.inf if config.memory_gib is None else config.memory_gib * 2**30
     # the program may be larger on one rank
-    limit = min(all_gather(on_every_rank(lambda: memory_bytes(device, given))))
+    limit = min(all_gather(memory_bytes(device, given)))
 
     def find() -> Candidate:
         cost = fit(rows)
@@ -155,9 +155,21 @@ def memory_bytes(device: torch.device, given: float = math.inf) -> float:
     Raises:
         ValueError: the program takes all of it.
     """
+    gpu = on_every_rank(lambda: _number_of(device))
+    sharing = all_gather(gpu).count(gpu)
+    return on_every_rank(lambda: _own_bytes(device, given, sharing))
+
+
+def _number_of(device: torch.device) -> str:
+    """Which GPU it is; its index depends on CUDA_VISIBLE_DEVICES."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _own_bytes(device: torch.device, given: float, sharing: int) -> float:
+    """``memory_bytes`` of a process, so many of which share its GPU."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return min(given, free / _processes_on(device) + torch.cuda.memory_reserved(device))
+        return min(given, free / sharing + torch.cuda.memory_reserved(device))
     page = os.sysconf("SC_PAGE_SIZE")
     there = min(float(page * os.sysconf("SC_PHYS_PAGES")), _group_limit())
     program = page * int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -168,12 +180,6 @@ def memory_bytes(device: torch.device, given: float = math.inf) -> float:
             "raise --memory-gib, or start fewer processes on this machine"
         )
     return given - program
-
-
-def _processes_on(device: torch.device) -> int:
-    """Processes of the run that share this GPU."""
-    own = str(torch.cuda.get_device_properties(device).uuid)  # its number depends on CUDA_VISIBLE_DEVICES
-    return all_gather(own).count(own)
 
 
 def _group_limit(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:

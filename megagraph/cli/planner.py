@@ -46,7 +46,7 @@ def profile(
     def job() -> None:
         from megagraph.auto import CACHE, measure, memory_bytes
         from megagraph.evaluate import same_batches, same_graph
-        from megagraph.parallel.mesh import check_same_run, on_every_rank, own_device, rank, world_size
+        from megagraph.parallel.mesh import check_same_run, own_device, rank, world_size
         from megagraph.planner.cluster import Cluster, Nodes
         from megagraph.planner.rows import save_rows
 
@@ -55,7 +55,7 @@ def profile(
         graph, split = same_graph(None, config)
         builder = same_batches(config, graph)
         measured = measure(config, graph, builder, split.train, device, seconds=seconds, cache=CACHE if cache else None)
-        memory = on_every_rank(lambda: memory_bytes(device))
+        memory = memory_bytes(device)
         if rank() == 0:
             save_rows(rows, measured)
             print(f"{rows}: {len(measured)} rows of {measured[0]['device']}")
