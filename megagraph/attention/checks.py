@@ -216,7 +216,11 @@ def _check_relation(step: Step, device: torch.device, B: int, M: int, N: int | N
     assert columns is not None
     if columns.ndim != 1 or row_starts is None or row_starts.ndim != 1 or key_starts is None or key_starts.ndim != 1:
         raise ValueError("columns, row_starts and key_starts must be lists, all of them or none")
-    sequences = B if B > 1 and len(row_starts) == B * M + 1 else 1
+    if M == 0 and N is None:  # no rows, which would tell how many relations there are
+        wide = (x for x in (step.column_ids, step.key_padding_mask) if x is not None and x.ndim)
+        N = next((x.shape[-1] for x in wide), None)
+    own = len(row_starts) == B * M + 1 and (M > 0 or (N is not None and len(key_starts) == B * N + 1))
+    sequences = B if B > 1 and own else 1
     N = (len(key_starts) - 1) // sequences if N is None else N
     wanted = {
         "row_starts": (row_starts, (sequences * M + 1,), torch.int64),
@@ -230,7 +234,7 @@ def _check_relation(step: Step, device: torch.device, B: int, M: int, N: int | N
     for name, (x, shape, dtype) in wanted.items():
         check_tensor(name, x, device, shape, dtype, contiguous=True)
     if device.type == "cpu" and not torch.compiler.is_compiling() and type(columns) in (Tensor, nn.Parameter):
-        bounds = {"row_starts": len(columns), "key_starts": len(columns), "columns": N - 1, "key_rows": M - 1}
+        bounds = {"row_starts": len(columns), "key_starts": len(columns), "columns": N - 1, "key_rows": max(M - 1, 0)}
         for name, most in (bounds | {"key_pairs": max(len(columns) - 1, 0)}).items():
             x = wanted[name][0]
             assert x is not None

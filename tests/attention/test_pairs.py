@@ -160,6 +160,20 @@ def test_one_relation_for_several_sequences(form, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("S", "padded"), [*itertools.product([1, 2], [True, False])])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows(form, S, padded, impl):
+    """Of a rank that reads nothing out: rows do not tell how many relations there are."""
+    given = problem(form, "scattered", S=S, dropout_p=0.2, padded=padded)[1]
+    rows = {name: getattr(given, name)[:, :, :0] for name in ("q", "d_out", "d_lse")}
+    none = replace(given, bias=given.bias.rows(slice(0)), **rows)
+    halves = [(torch.arange(16), [(0, 0, 16)]), (torch.arange(16, 31), [(0, 16, 15)])]
+    for got in (run(none, impl), run_steps(none, halves, name=impl)):
+        assert got["out"].shape == none.q.shape and got["dk"].shape == none.k.shape
+        assert not any(x.any() for x in got.values())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(  # heads that fill a program, or not
     ("dtype", "sizes"),
     [(torch.float32, (3, 40)), (torch.bfloat16, (8, 16)), (torch.bfloat16, (20, 3)), (torch.float16, (3, 40))],
