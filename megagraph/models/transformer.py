@@ -186,7 +186,13 @@ class GraphTransformer(nn.Module):
             return None
         if context.dropout_key is None:
             raise ValueError("dropout_key is needed in training; make one with megagraph.dropout_keys(seed, step, ids)")
-        return context.dropout_key
+        key, batch = context.dropout_key, len(context.key_padding_mask)
+        if key.dtype != torch.int32 or key.shape != (batch,):  # dropout of hidden states trusts it
+            raise ValueError(
+                f"dropout_key must be torch.int32 [B] = [{batch}], got {key.dtype} {list(key.shape)}; make one with "
+                "megagraph.dropout_keys(seed, step, ids)"
+            )
+        return key
 
 
 def _mostly_zeros(features: Tensor) -> bool:

@@ -269,6 +269,15 @@ def test_bad_config(changes, message):
         replace(CONFIG, **changes)
 
 
+@pytest.mark.parametrize("key", [torch.zeros(1).int(), torch.zeros(19).int(), torch.zeros(20).long()])
+def test_a_dropout_key_of_other_sequences(batch, key):
+    """Where attention drops nothing, hidden states alone read it."""
+    model = mg.HierarchicalGT(replace(CONFIG, attention_dropout=0.0)).double()
+    got = rf"{key.dtype} \[{len(key)}\]"
+    with pytest.raises(ValueError, match=rf"dropout_key must be torch.int32 \[B\] = \[20\], got {got}; make one"):
+        logits(model, batch, key)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_the_whole_model_compiles(model, batch):
