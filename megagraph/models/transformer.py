@@ -118,10 +118,10 @@ class GraphTransformer(nn.Module):
         Returns:
             logits [B, T, num_classes].
         """
-        if self.config.convolution and neighbours is None:
-            raise ValueError("neighbours are needed by a model with a convolution; those of a full batch are in it")
         if layout is None:
             layout = NodeLayout(key_padding_mask.shape[1], 0)
+        if self.config.convolution:
+            _check_neighbours(neighbours, layout, len(key_padding_mask))
         context = Context(
             structure=structure,
             key_padding_mask=key_padding_mask,
@@ -175,6 +175,8 @@ class GraphTransformer(nn.Module):
         padding = context.key_padding_mask
         if x.device.type != "cpu" or context.layout.world_size > 1 or torch.compiler.is_compiling():
             return None
+        if self.config.convolution:  # which finds nodes by their slots
+            return None
         head_dim = self.config.dim // self.config.heads
         short = x.dtype == torch.float32 and is_short_shape(padding.shape[1], head_dim)
         if not short or torch.is_autocast_enabled("cpu"):
@@ -193,6 +195,20 @@ class GraphTransformer(nn.Module):
                 "megagraph.dropout_keys(seed, step, ids)"
             )
         return key
+
+
+def _check_neighbours(neighbours: Neighbours | None, layout: NodeLayout, batch: int) -> None:
+    """Raise ValueError unless a convolution finds all nodes that it names."""
+    if neighbours is None:
+        raise ValueError("neighbours are needed by a model with a convolution; those of a full batch are in it")
+    if batch != 1:
+        raise ValueError(f"a model with a convolution takes one sequence at a time, got {batch}; pass them one by one")
+    rows, columns = len(neighbours.relation.row_starts) - 1, neighbours.relation.num_columns
+    if (rows, columns) != (layout.block_size, layout.num_nodes):
+        raise ValueError(
+            f"neighbours must be of the {layout.block_size} regular rows here and the {layout.num_nodes} regular nodes "
+            f"of the layout, got {rows} and {columns}; pass those of this sequence, and its layout"
+        )
 
 
 def _mostly_zeros(features: Tensor) -> bool:

@@ -17,6 +17,7 @@ from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
 from megagraph.models import transformer
 from megagraph.objective import loss_sum
+from tests.attention.test_convolution import neighbours_of
 
 CONFIG = mg.ModelConfig(
     in_features=12, num_classes=4, layers=3, dim=16, ffn_dim=24, heads=2, global_tokens=2, bias_size=5
@@ -276,6 +277,52 @@ def test_a_dropout_key_of_other_sequences(batch, key):
     got = rf"{key.dtype} \[{len(key)}\]"
     with pytest.raises(ValueError, match=rf"dropout_key must be torch.int32 \[B\] = \[20\], got {got}; make one"):
         logits(model, batch, key)
+
+
+def convolving(padding=0, batch=1):
+    """A model with a convolution, and its inputs: 20 nodes, padding, two tokens."""
+    torch.manual_seed(0)
+    channels, matrix, features = torch.rand(1, 5, 22, 22), torch.rand(20, 20), torch.randn(20, 12)
+    S = 22 + padding
+    nodes, hidden = [*range(20), S - 2, S - 1], torch.ones(batch, S, dtype=torch.bool)
+    structure = torch.zeros(1, 5, S, S)
+    structure[:, :, torch.tensor(nodes)[:, None], nodes] = channels
+    hidden[:, nodes] = False
+    inputs = dict(
+        features=features,
+        node_index=nn.functional.pad(torch.arange(20), (0, padding)).expand(batch, -1),
+        structure=structure,
+        key_padding_mask=hidden,
+        layout=mg.NodeLayout(20 + padding, 2),
+        neighbours=neighbours_of(nn.functional.pad(matrix, 2 * (0, padding))),
+        num_targets=20,
+    )
+    return mg.HierarchicalGT(replace(CONFIG, convolution=True)).eval(), inputs
+
+
+def test_a_convolution_finds_its_nodes_beside_padding():
+    found = []
+    for padding in (0, 9):
+        model, inputs = convolving(padding)
+        scores = model(**inputs)
+        scores.square().sum().backward()
+        found.append((scores, model.layers["0"].convolution.weight.grad))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("batch", "changes", "message"),
+    [
+        (2, {}, "a model with a convolution takes one sequence at a time, got 2"),
+        (1, dict(neighbours=neighbours_of(torch.ones(30, 30))), "the 20 regular rows here .*, got 30 and 30"),
+        (1, dict(neighbours=neighbours_of(torch.ones(20, 30))), "the 20 regular nodes of the layout, got 20 and 30"),
+        (1, dict(layout=None), "the 22 regular nodes of the layout, got 20 and 20; pass those of this sequence, and"),
+    ],
+)
+def test_neighbours_of_other_nodes(batch, changes, message):
+    model, inputs = convolving(batch=batch)
+    with pytest.raises(ValueError, match=message):
+        model(**inputs | changes)
 
 
 @pytest.mark.slow
