@@ -48,7 +48,8 @@ def _sparse_rows(bias: B, field: str, index: Tensor | slice) -> B:
     rows = torch.arange(bias.relation.shape[1], device="cpu")
     wanted = rows[index if isinstance(index, slice) else index.cpu()]
     if isinstance(index, slice) and torch.equal(wanted, rows):
-        return bias
+        # all as it is, but a relation of its own, as ranks have that take fewer: all of them plan a halo, or none
+        return replace(bias, relation=replace(bias.relation))
     relation, pairs = bias.relation.take(wanted)
     return replace(bias, **{field: getattr(bias, field)[pairs], "relation": relation})
 

@@ -92,9 +92,9 @@ def ring_attention(
         comm: ``"ring"``: k and v travel in P - 1 steps behind which they hide, and no rank ever holds more than three
             blocks; ``"allgather"``: they are gathered once and kept for backward, which is faster where sequences are
             short; ``"halo"``, of a sparse bias: just the rows that its pairs name travel, and are kept. Who needs which
-            is found at the first call with its relation; ``"ulysses"``: a rank gets q, k and v of all rows for H / P
-            of the heads, a whole number, and attends with these as one rank does; q has M = S. The result is the same,
-            to rounding.
+            is found at the first call with its relation, which must be the first on all ranks (``rows`` gives a new
+            relation); ``"ulysses"``: a rank gets q, k and v of all rows for H / P of the heads, a whole number, and
+            attends with these as one rank does; q has M = S. The result is the same, to rounding.
         key_padding_mask: bool [B, N], all columns.
         scale, dropout_p, dropout_key, return_lse, impl: as in ``biased_attention``; ``dropout_key`` must be equal on
             all ranks; ``impl="reference"`` runs on one rank, and for ``"ulysses"``, only.

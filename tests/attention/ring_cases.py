@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megagraph as mg
 from megagraph.attention import context_parallel, exchange, rank
+from megagraph.attention.relation import Relation
 from megagraph.attention.ways import Comm
 from tests.problems import FORMS, IMPLS, Problem, to, with_learned
 from tests.problems import ring_problem as make_ring_problem
@@ -64,7 +65,7 @@ def ring_cases(world_size: int) -> dict[str, Callable]:
     cases |= {name: partial(staged, **options) for name, options in staged_options(world_size).items()}
     cases |= {f"gather-{comm}": partial(gathered_mean, comm=comm) for comm in DENSE_WAYS}
     cases |= {f"queries-{comm}": partial(one_query_but_on_rank_zero, comm) for comm in ROW_WAYS}
-    return cases | {"trace": traced_messages, "sent": sent_by_heads}
+    return cases | {"trace": traced_messages, "sent": sent_by_heads, "rows": all_rows_then_fewer}
 
 
 BAD_CALLS = {
@@ -255,6 +256,22 @@ def one_query_but_on_rank_zero(comm: Comm) -> list[Tensor]:
         impl=IMPLS[-1],
     )
     return [sum_of_rows(layout, grad) for grad in torch.autograd.grad(out, [k, v], d_out[:, :, rows])]
+
+
+def all_rows_then_fewer() -> tuple[Tensor, Tensor]:
+    """By halos, results of all rows, and then of the first ones: of one, but of all on rank 0."""
+    mesh = ring_mesh(dist.get_world_size())
+    layout = mg.NodeLayout(13, 2, mesh.get_local_rank(), mesh.size())
+    torch.manual_seed(0)
+    lists = 15 * torch.arange(16), torch.arange(15, dtype=torch.int32).repeat(15)
+    relation, index = Relation.from_lists("all pairs", *lists, torch.randint(0, 5, (225,), dtype=torch.uint8), 15)
+    q, bias = layout.shard(torch.randn(1, 2, 15, 4), 2), mg.BucketBias(index, torch.randn(2, 5), relation)
+    bias = bias.rows(layout.local_to_global.clamp(min=0))
+    results = []
+    for rows in (slice(layout.num_local), slice(1 if layout.rank else layout.num_local)):
+        some = bias if not results else bias.rows(rows)
+        results.append(mg.ring_attention(q[:, :, rows], q, q, some, layout=layout, mesh=mesh, comm="halo"))
+    return results[0][:, :, rows], results[1]
 
 
 def queries_problem(world_size: int) -> Problem:

@@ -161,6 +161,12 @@ def test_ring_over_processes_where_ranks_compute_few_rows_or_none(world_size, co
 
 
 @pytest.mark.parametrize("world_size", ranks.SIZES)
+def test_halos_are_planned_by_all_ranks_where_some_compute_fewer_rows(world_size):
+    for result in ranks.results(world_size):
+        torch.testing.assert_close(*result["rows"])
+
+
+@pytest.mark.parametrize("world_size", ranks.SIZES)
 def test_ring_over_processes_sends_before_the_step_it_overlaps(world_size):
     """k and v of the next step first; dk and dv of a block, computed in step s, during step s + 1."""
     size = 2 * -(-7 // world_size) * 2 * 4  # 2 * R * H * D
