@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import BorderedBias, BucketBias
 from megagraph.attention.comm import attend
 from megagraph.attention.engines import state_dtype
 from megagraph.attention.exchange import Exchange
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.once import differentiable_once
 from megagraph.attention.rank import Home, RankAttention
 from megagraph.attention.step import Step
 from megagraph.attention.ways import Comm
@@ -107,7 +107,7 @@ class _OneSoftmax(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         num_ranks, saved, gradients = len(grads) // 2, ctx.saved_tensors, []
         for i, (d_outs, d_lses) in enumerate(_gathered(ctx.exchange, grads)):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from megagraph.attention.exchange import Exchange
 from megagraph.attention.halo import Halo, HaloWay, plan
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.once import differentiable_once
 from megagraph.attention.operator import attention
 from megagraph.attention.rank import Home, RankAttention
 from megagraph.attention.relation import Relation
@@ -108,7 +108,7 @@ class _Gather(torch.autograd.Function):
         return tuple(x for pair in whole for x in pair)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         sums = [torch.stack(pair) for pair in zip(grads[0::2], grads[1::2], strict=True)]  # [2, B, H, N, D]
         with record_function("exchange wait"):

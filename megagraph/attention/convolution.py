@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megagraph.attention import halo
 from megagraph.attention.exchange import Exchange
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.neighbours import Neighbours
+from megagraph.attention.once import differentiable_once
 
 _Multiply = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -54,7 +54,7 @@ class _Convolution(torch.autograd.Function):
         return tuple(multiply(inputs))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *d_outs):
         return None, *ctx.multiply(d_outs)
 

@@ -18,8 +18,9 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+
+from megagraph.attention.once import differentiable_once
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class _Gather(torch.autograd.Function):
         return layout.join(blocks, supers, dim)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_rows):
         d_local = ctx.layout.shard(d_rows, ctx.dim)
         if ctx.layout.rank != 0:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import Bias, DenseBias
 from megagraph.attention.checks import check_inputs, check_step, check_tensor, check_values
+from megagraph.attention.once import differentiable_once
 from megagraph.attention.operator import make_step
 from megagraph.attention.packing import Packing, Rows
 from megagraph.attention.step import Gradients, State, Step
@@ -82,7 +82,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_out: Tensor):
         from megagraph.attention.cpu import rows as loops
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megagraph.attention.once import differentiable_once
 
 
 class Rows(NamedTuple):
@@ -75,7 +76,7 @@ class _Pack(torch.autograd.Function):
         return x.flatten(0, 1).index_select(0, slots)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_out):
         return _spread(d_out, ctx.slots, ctx.shape), None
 
@@ -87,7 +88,7 @@ class _Unpack(torch.autograd.Function):
         return _spread(x, slots, shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_out):
         return d_out.flatten(0, 1).index_select(0, ctx.slots), None, None
 

@@ -8,11 +8,11 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.profiler import record_function
 
 from megagraph.attention.engines import ENGINES, state_dtype
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.once import differentiable_once
 from megagraph.attention.operator import attention_step_, attention_step_backward_, learned_gradient
 from megagraph.attention.step import Gradients, Segments, State, Step
 
@@ -109,7 +109,7 @@ class RankAttention(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         tensors = iter(ctx.saved_tensors)  # activation checkpointing lets them be read once
         sizes = 4 * len(ctx.layouts), 2 * len(ctx.layouts), ctx.num_kept

@@ -18,11 +18,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megagraph.attention.bias import Bias, BorderedBias, DenseBias, ProjectedBias
 from megagraph.attention.exchange import Exchange
 from megagraph.attention.layout import NodeLayout
+from megagraph.attention.once import differentiable_once
 from megagraph.attention.rank import wait
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -74,7 +74,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(whole)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         of_ranks = list(zip(grads[0::3], grads[1::3], grads[2::3], strict=True))
         layouts, gradients, num_nodes = ctx.layouts, [], ctx.layouts[0].num_nodes
@@ -102,7 +102,7 @@ class _ToRows(torch.autograd.Function):
         return tuple(_with_padding(layout, x) for layout, x in zip(layouts, received, strict=True))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, *grads):
         layouts, gradients = ctx.layouts, []
         num_super, lengths = layouts[0].num_super, _lengths(layouts[0], supers=True)

@@ -8,7 +8,6 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from megagraph.attention.bias import BorderedData
@@ -17,6 +16,7 @@ from megagraph.attention.engines import is_short_shape
 from megagraph.attention.hidden import hidden_dropout
 from megagraph.attention.layout import NodeLayout
 from megagraph.attention.neighbours import Neighbours
+from megagraph.attention.once import differentiable_once
 from megagraph.attention.packing import Packing
 from megagraph.models.config import ModelConfig
 from megagraph.models.layers import DROPOUT_PLACES, Context, GraphTransformerLayer
@@ -233,6 +233,6 @@ class _SparseProduct(torch.autograd.Function):
         return torch.from_numpy(ctx.x @ weight.detach().t().contiguous().numpy())
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, d_out):
         return torch.from_numpy(ctx.x.T @ d_out.contiguous().numpy()).t(), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import megagraph as mg
 from megagraph.attention.context_parallel import loopback_attention
@@ -11,6 +12,7 @@ from tests import ranks
 from tests.attention import ring_cases
 from tests.problems import (
     CLOSE,
+    DEVICE,
     FORMS,
     IMPLS,
     Problem,
@@ -198,6 +200,26 @@ def test_heads_of_ranks_are_sent_in_two_exchanges_each_way(world_size):
     there, back = 3 * 12 // world_size * of_a_row, (12 // world_size + 2) * of_a_row
     for result in ranks.results(world_size):
         assert result["sent"] == {"forward": [there, back], "backward": [back, there]}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("comm", [*ring_cases.DENSE_WAYS, "halo"])
+def test_a_second_derivative_is_refused(comm, recompute):
+    """Beside another term, too, where ``torch.autograd.grad`` would leave out that of attention."""
+    torch.manual_seed(0)
+    q, d_out = torch.randn(2, 1, 2, 9, 4, device=DEVICE)
+    index, table = torch.ones(9, 9, dtype=torch.uint8, device=DEVICE), torch.randn(2, 3, device=DEVICE)
+    bias = mg.BucketBias(index.to_sparse_csr(), table) if comm == "halo" else mg.BucketBias(index[None], table)
+
+    def attend(q):
+        return loopback_attention(q, q, q, bias, num_super=1, world_size=2, comm=comm)[0]
+
+    (dq,) = torch.autograd.grad(attend(q.requires_grad_()), q, d_out)
+    out = checkpoint(attend, q, use_reentrant=False) if recompute else attend(q)
+    (gradient,) = torch.autograd.grad(out, q, d_out, create_graph=True)
+    assert torch.equal(gradient, dq)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad((gradient + q).square().sum(), q)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -325,6 +325,24 @@ def test_neighbours_of_other_nodes(batch, changes, message):
         model(**inputs | changes)
 
 
+@pytest.mark.parametrize("kind", ["packed", "sparse features", "convolution"])
+def test_a_second_derivative_is_refused(kind, batch):
+    if kind == "convolution":
+        model, inputs = convolving()
+        model.double()
+        inputs["features"], inputs["structure"] = inputs["features"].double(), inputs["structure"].double()
+    else:
+        model, inputs = mg.HierarchicalGT(CONFIG).eval(), batch.model_inputs(None)
+        inputs["features"] = inputs["features"].float() * (kind == "packed")
+        inputs["structure"] = inputs["structure"].float()
+    weight = model.input_proj.weight if kind == "sparse features" else model.layers["0"].attention_norm.weight
+    if kind == "convolution":  # it alone is asked about
+        model.layers["0"].attention.register_forward_hook(lambda module, given, out: torch.zeros_like(out))
+    (gradient,) = torch.autograd.grad(model(**inputs).square().sum(), weight, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad((gradient + weight).square().sum(), weight)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_the_whole_model_compiles(model, batch):
