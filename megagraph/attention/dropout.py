@@ -73,6 +73,9 @@ def dropout_keys(seed: int, step: int, sequence_ids: Tensor, *, layer: int = 0) 
     Returns:
         int32 [B], on the device of ``sequence_ids``.
 
+    Raises:
+        ValueError: ``sequence_ids`` is no tensor of integers.
+
     Examples:
         >>> key = mg.dropout_keys(seed=0, step=7, sequence_ids=torch.arange(2), layer=1)
         >>> q = torch.randn(2, 4, 50, 8)
@@ -80,6 +83,9 @@ def dropout_keys(seed: int, step: int, sequence_ids: Tensor, *, layer: int = 0) 
         >>> torch.equal(out, mg.biased_attention(q, q, q, dropout_p=0.1, dropout_key=key))
         True
     """
+    if not isinstance(sequence_ids, Tensor) or sequence_ids.is_floating_point():
+        got = sequence_ids.dtype if isinstance(sequence_ids, Tensor) else type(sequence_ids).__name__
+        raise ValueError(f"sequence_ids must be a tensor of integers, got {got}; torch.as_tensor(ids) makes one")
     start = torch.zeros(1, dtype=torch.int32, device=sequence_ids.device)
     numbers = (x if isinstance(x, Tensor) else operator.index(x) for x in (layer, seed, step))  # NumPy's, too
     return mix_key(start, *numbers, sequence_ids)  # mix32(0) is 0: layer 0 changes no bit

@@ -85,6 +85,9 @@ def test_integers_of_numpy_are_integers():
     assert torch.equal(dropout_keys(np.int64(2**31 + 7), np.uint8(3), ids, layer=np.int32(0)), KEY)
     with pytest.raises(TypeError, match="integer"):
         dropout_keys(0.5, 3, ids)
+    for bad, got in ((ids / 2, "torch.float32"), ([0, 1], "list")):  # halves would have the keys of other sequences
+        with pytest.raises(ValueError, match=f"sequence_ids must be a tensor of integers, got {got}"):
+            dropout_keys(0, 3, bad)
 
 
 def test_the_mask_is_random_enough():
