@@ -54,5 +54,10 @@ class Graphormer(GraphTransformer):
         """Raw rows [U, d_in] and degrees int64 [U] -> [U, d]."""
         if degrees is None:
             raise ValueError("degrees is needed by Graphormer: int64 [U], one for each row of features")
+        if degrees.shape != features.shape[:1]:  # a single one would do for all
+            raise ValueError(
+                f"degrees must be int64 [U] = [{len(features)}], one for each row of features, got "
+                f"{list(degrees.shape)}; pass those of the same nodes"
+            )
         codes = nn.functional.embedding(degrees.clamp(max=self.config.max_degree), self.degree_table)
         return super().encode(features, degrees) + codes

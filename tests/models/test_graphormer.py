@@ -100,5 +100,7 @@ def test_errors(model, batch):
         mg.Graphormer(replace(CONFIG, bias="projected"))
     with pytest.raises(ValueError, match=r"degrees is needed by Graphormer: int64 \[U\]"):
         model(**batch.model_inputs() | dict(degrees=None))
+    with pytest.raises(ValueError, match=rf"degrees must be int64 \[U\] = \[{len(batch.features)}\], .* got \[1\]"):
+        model(**batch.model_inputs() | dict(degrees=batch.degrees[:1]))
     with pytest.raises(ValueError, match="max_degree must be at least 1, got 0"):
         replace(CONFIG, max_degree=0)
