@@ -177,6 +177,8 @@ class GraphTransformer(nn.Module):
             return None
         if self.config.convolution:  # which finds nodes by their slots
             return None
+        if padding.dtype != torch.bool or padding.shape != x.shape[:2]:  # of which attention speaks
+            return None
         head_dim = self.config.dim // self.config.heads
         short = x.dtype == torch.float32 and is_short_shape(padding.shape[1], head_dim)
         if not short or torch.is_autocast_enabled("cpu"):

@@ -279,6 +279,23 @@ def test_a_dropout_key_of_other_sequences(batch, key):
         logits(model, batch, key)
 
 
+@pytest.mark.parametrize("change", ["short", "long", "numbers"])
+def test_padding_that_does_not_fit_is_refused_where_rows_would_be_packed(batch, change):
+    inputs, S = batch.model_inputs(None), batch.key_padding_mask.shape[1]
+    columns = {"short": S - 1, "long": S + 1, "numbers": S}[change]
+    hidden = torch.zeros(20, columns, dtype=torch.bool)
+    hidden[:, 2:5] = True
+    inputs |= dict(
+        features=inputs["features"].float(),
+        structure=torch.zeros(20, 5, columns, columns),
+        key_padding_mask=hidden.float() if change == "numbers" else hidden,
+        layout=None,
+    )
+    message = "key_padding_mask must be torch.bool" if change == "numbers" else r"k must have shape \[B, H, S, D\]"
+    with pytest.raises(ValueError, match=message):
+        mg.HierarchicalGT(CONFIG).eval()(**inputs)
+
+
 def convolving(padding=0, batch=1):
     """A model with a convolution, and its inputs: 20 nodes, padding, two tokens."""
     torch.manual_seed(0)
