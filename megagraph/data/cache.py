@@ -44,7 +44,7 @@ def load(store: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.
     """An array as it was saved, mapped from its file, or None; what is written to it stays with this process."""
     index, path = _read(store), store / "cache" / name
     head = npy_head(shape, dtype)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # an empty file cannot be mapped
         if index is None or name not in index["files"] or not path.is_file():
             return None
         content = np.memmap(path, np.uint8, "c")

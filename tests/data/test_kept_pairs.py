@@ -89,6 +89,7 @@ DAMAGE = {
     "another number": flip,
     "cut": lambda store: kept(store)[1].write_bytes(kept(store)[1].read_bytes()[:-4]),
     "of another length": lambda store: kept(store)[-1].write_bytes(kept(store)[2].read_bytes()),
+    "empty": lambda store: kept(store)[4].write_bytes(b""),
     "gone": lambda store: kept(store)[3].unlink(),
     "a folder": fold,
     "no index": lambda store: (store / "cache" / "index.json").unlink(),
