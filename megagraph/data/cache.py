@@ -65,6 +65,7 @@ def save(store: Path, arrays: dict[str, np.ndarray], instead_of: str | None = No
         gone = [x for x in index["files"] if instead_of and x.startswith(instead_of) and x not in arrays]
         for name in gone:
             (folder / name).unlink(missing_ok=True)
+            (folder / f"{name}.partial").unlink(missing_ok=True)  # of a process that was killed
         contents = {name: (npy_head(x.shape, x.dtype), np.ascontiguousarray(x)) for name, x in arrays.items()}
         index["files"] = {name: digest for name, digest in index["files"].items() if name not in gone}
         index["files"] |= {name: _checksum(*parts) for name, parts in contents.items()}

@@ -132,6 +132,15 @@ def test_a_full_disk_keeps_none(room, store, graph, made, monkeypatch):
     assert is_same(lists_of(open_store(store)), lists_of(graph)) and len(kept(store)) == 6
 
 
+def test_what_a_killed_process_left_goes_with_the_others(store, graph):
+    lists_of(open_store(store))
+    half = kept(store)[0]
+    half.rename(f"{half}.partial")
+    lists_of(open_store(store), hops=2)
+    assert not list((store / "cache").glob("*.partial"))
+    write_store(graph, store)  # refused where anything is there that no index names
+
+
 def test_a_folder_that_cannot_be_written_keeps_none(store, graph, made):
     shutil.rmtree(store / "cache")
     (store / "cache").write_text("no folder")
