@@ -36,8 +36,10 @@ def npy_head(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
 
 def names(store: Path) -> list[str]:
     """The files that we wrote here, relative to the store; none where the index is not as it was written."""
-    index = _read(store)
-    return [] if index is None else ["cache/index.json", "cache/lock", *(f"cache/{name}" for name in index["files"])]
+    index, own = _read(store), ["cache/index.json", "cache/lock"]
+    if index is None:  # none: there was no room for it, or a process was killed
+        return [] if os.path.lexists(store / own[0]) else own
+    return [*own, *(f"cache/{name}" for name in index["files"])]
 
 
 def load(store: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:

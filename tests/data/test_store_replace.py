@@ -1,6 +1,7 @@
 """``data import --out`` over what is there: a store of ours is replaced, what others wrote is not touched."""
 
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -160,6 +161,19 @@ def test_a_store_is_replaced_with_its_cache_and_what_a_killed_process_left(graph
         "labels.npy",
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_store_is_replaced_whose_cache_got_no_index(graph, tmp_path, monkeypatch):
+    """As on a full disk; a process that is killed may leave half of one."""
+    store = store_with_cache(tmp_path / "out", graph)
+    shutil.rmtree(store / "cache")
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        open_store(store)
+    assert [path.name for path in (store / "cache").iterdir()] == ["lock"]
+    (store / "cache" / "index.json.partial").write_text("half")
+    generate(store, **GENERATED)
+    assert open_store(store).num_nodes == 500 and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_an_empty_folder_is_free(graph, tmp_path):
