@@ -57,7 +57,8 @@ def same_batches(config: TrainConfig, graph: Graph) -> Builder:
 
 def unread(config: TrainConfig) -> list[str]:
     """Flags that are not at their default and change nothing in training."""
-    others = {"batch_size": config.batching == "full", "max_degree": config.model != "graphormer"}
+    others = dict.fromkeys(("batch_size", "workers"), config.batching == "full")
+    others["max_degree"] = config.model != "graphormer"
     others["comm"] = config.plan != "auto" and config.parallel_plan().cp == 1
     changed = [name for name, idle in others.items() if idle and getattr(config, name) != getattr(TrainConfig, name)]
     return config.batch_options.unread + changed

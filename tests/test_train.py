@@ -172,7 +172,8 @@ def test_flags_that_nothing_reads_are_named(tmp_path, graph, caplog):
     idle = dict(sequence_nodes=256, hops=2, max_degree=9, comm="ulysses")
     mg.Trainer(config(tmp_path, max_steps=1, **idle)).fit(graph)
     assert "nothing reads sequence_nodes, hops, max_degree, comm here: hierarchical on ego batches" in caplog.text
-    assert unread(mg.TrainConfig(batching="full", batch_size=8, plan="1,2,1", comm="ulysses")) == ["batch_size"]
+    full = dict(batching="full", plan="1,2,1", comm="ulysses")
+    assert unread(mg.TrainConfig(batch_size=8, workers=2, **full)) == ["batch_size", "workers"]
     ego = dict(samples=2, sample_nodes=9, candidates=99, epsilon=1e-3, super_ratio=0.2)
     projected = dict(channels=3, power_scope="batch", power_gib=1.0)
     assert unread(mg.TrainConfig(batching="full", **ego, **projected)) == [*ego, *projected]
