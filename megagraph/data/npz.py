@@ -73,6 +73,8 @@ def _csr(values: dict[str, np.ndarray], key: str, dtype: type) -> sp.csr_array:
         data: np.ndarray = values[f"{key}_data"].astype(dtype)
     indices, indptr = (values[f"{key}_{part}"].astype(np.int64) for part in ("indices", "indptr"))
     try:
+        if (np.diff(indptr) < 0).any():  # which SciPy looks for where there are entries alone
+            raise ValueError("indptr must be a non-decreasing sequence")
         matrix = sp.csr_array((data, indices, indptr), shape=tuple(sizes))
         matrix.check_format(full_check=True)
     except ValueError as error:

@@ -102,6 +102,10 @@ BAD_NPZ = {
     "other shape": (packed(adj_shape=np.array([31, 30])), "expected adj to be a CSR matrix, got one that is none: "),
     "fewer data": (packed(adj_data=np.ones(3)), "expected adj to be a CSR matrix, got one that is none: "),
     "row starts that fall": (packed(adj_indptr=lambda x: x[::-1].copy()), "expected adj to be a CSR matrix, got one"),
+    "row starts that fall to nothing": (
+        packed(attr_data=np.zeros(0), attr_indices=np.zeros(0, int), attr_indptr=np.eye(31, dtype=int)[7] << 40),
+        "expected attr to be a CSR matrix, got one that is none: ",
+    ),
     "huge indices": (packed(adj_indices=lambda x: x.astype("u8") + (1 << 63)), "expected adj to be a CSR matrix"),
     "many features": (
         packed(attr_shape=np.array([30, (1 << 31) - 1])),
