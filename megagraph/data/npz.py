@@ -29,8 +29,12 @@ def load_npz(path: Path) -> Graph:
     values = _read_npz(path)
     try:
         adjacency, x = _csr(values, "adj", np.float64), _csr(values, "attr", np.float32)
+        nodes = x.shape[0]
+        if adjacency.shape != (nodes, nodes):
+            got = list(adjacency.shape)
+            raise ValueError(f"expected adj of shape [{nodes}, {nodes}], as attr has {nodes} rows, got {got}")
         check_unweighted("adj_data", adjacency.data)
-        _check_memory(4 * x.shape[0] * x.shape[1], f"features of shape {list(x.shape)}")
+        _check_memory(4 * nodes * x.shape[1], f"features of shape {list(x.shape)}")
         edge_index = np.stack(adjacency.tocoo().coords).astype(np.int64)
         return Graph.from_arrays(path.stem, x.toarray(), edge_index, values["labels"])
     except (ValueError, MemoryError) as error:

@@ -106,6 +106,16 @@ BAD_NPZ = {
         packed(attr_data=np.zeros(0), attr_indices=np.zeros(0, int), attr_indptr=np.eye(31, dtype=int)[7] << 40),
         "expected attr to be a CSR matrix, got one that is none: ",
     ),
+    "edges of fewer nodes": (
+        packed(
+            adj_shape=np.array([3, 3]),
+            adj_indptr=np.array([0, 1, 2, 2]),
+            adj_indices=np.array([1, 0]),
+            adj_data=np.ones(2),
+        ),
+        r"expected adj of shape \[30, 30\], as attr has 30 rows, got \[3, 3\]",
+    ),
+    "more columns than nodes": (packed(adj_shape=np.array([30, 31])), r"as attr has 30 rows, got \[30, 31\]"),
     "huge indices": (packed(adj_indices=lambda x: x.astype("u8") + (1 << 63)), "expected adj to be a CSR matrix"),
     "many features": (
         packed(attr_shape=np.array([30, (1 << 31) - 1])),

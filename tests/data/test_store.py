@@ -281,7 +281,7 @@ BAD_INPUT = {
     ),
     "imported features not matching nodes": (
         importing(adj_shape=lambda _: (31, 31), adj_indptr=lambda x: np.append(x, x[-1]), adj_indices=put(3, 30)),
-        r"expected edge_index in 0\.\.29, got 0\.\.30; x has one row per node",
+        r"expected adj of shape \[30, 30\], as attr has 30 rows, got \[31, 31\]",
     ),
     "imported labels": (importing(labels=lambda x: x[:-1]), r"expected labels of shape \[30\], got \[29\]"),
     "imported columns of classes": (
