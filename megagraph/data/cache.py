@@ -23,6 +23,7 @@ import xxhash
 from megagraph import files
 
 _FORMAT = "MegaGraph store cache 1"
+_REPLACED = "expected {} as it was, got another one: the store was replaced meanwhile"
 _NAME = re.compile(r"[\w-]+\.npy", re.ASCII)
 
 
@@ -60,7 +61,7 @@ def save(store: Path, arrays: dict[str, np.ndarray], instead_of: str | None = No
     """Keep arrays, by name, all or none; others whose names begin with ``instead_of`` go.
 
     Raises:
-        OSError: the folder cannot be written, or has no room.
+        OSError: the folder cannot be written, has no room, or was replaced meanwhile.
     """
     folder = store / "cache"
     with _locked(store) as index:
@@ -76,6 +77,8 @@ def save(store: Path, arrays: dict[str, np.ndarray], instead_of: str | None = No
             for name, (head, array) in contents.items():
                 with files.replacing(folder / name) as file:
                     file.writelines((head, array.data))
+            if _read(store) != index:  # what we wrote last may be in a folder whose index does not name it
+                raise FileNotFoundError(_REPLACED.format(folder))
         except OSError:
             for name in contents:
                 (folder / name).unlink(missing_ok=True)
@@ -98,7 +101,7 @@ def remember(store: Path, stamps: dict[str, Any]) -> None:
     """Note how the store was stamped when all of it was checked.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or was replaced meanwhile.
     """
     with _locked(store) as index:
         index["checked"] = stamps
@@ -130,6 +133,8 @@ def _locked(store: Path) -> Iterator[dict[str, Any]]:
             import fcntl
 
             fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.samestat(os.fstat(lock), os.stat(folder / "lock")):  # others hold the one that is there now
+            raise FileNotFoundError(_REPLACED.format(folder))
         yield _read(store) or {"format": _FORMAT, "files": {}, "checked": {}}
     finally:
         os.close(lock)

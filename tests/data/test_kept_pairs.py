@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagraph import files
-from megagraph.data import pairs
+from megagraph.data import cache, pairs
 from megagraph.data.datasets import synthetic_graph
 from megagraph.data.options import BatchOptions
 from megagraph.data.prepare import prepare
@@ -139,6 +139,43 @@ def test_what_a_killed_process_left_goes_with_the_others(store, graph):
     lists_of(open_store(store), hops=2)
     assert not list((store / "cache").glob("*.partial"))
     write_store(graph, store)  # refused where anything is there that no index names
+
+
+@pytest.mark.parametrize("room", range(6))
+def test_a_store_that_is_replaced_meanwhile_keeps_none(room, store, graph, monkeypatch):
+    """By another import, once so many of the arrays are written."""
+    other = synthetic_graph(num_nodes=200, num_classes=3, in_features=4, seed=1)
+    written, replacing = [], files.replacing
+
+    def until_replaced(path):
+        if path.name.startswith("pairs"):
+            if len(written) == room:
+                write_store(other, store)
+            written.append(path)
+        return replacing(path)
+
+    monkeypatch.setattr(files, "replacing", until_replaced)
+    assert is_same(lists_of(open_store(store)), lists_of(graph))
+    assert len(written) > room and not kept(store)
+    monkeypatch.undo()
+    assert is_same(lists_of(open_store(store)), lists_of(other))
+    write_store(graph, store)  # refused where anything is there that no index names
+
+
+def test_the_lock_of_a_store_that_was_replaced_meanwhile_is_none(store, graph, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    open_store(store)
+    flock = fcntl.flock
+
+    def after_another(descriptor, how):
+        monkeypatch.undo()
+        write_store(graph, store)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    with pytest.raises(FileNotFoundError, match="the store was replaced meanwhile"):
+        cache.save(store, {"partition-1.npy": np.arange(3)})
+    assert not list((store / "cache").glob("*.npy"))
 
 
 def test_a_folder_that_cannot_be_written_keeps_none(store, graph, made):
