@@ -73,8 +73,8 @@ class BiasedRingAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"num_heads must be at least 1 and divide embed_dim = {embed_dim}, got {num_heads}")
+        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads must be at least 1 and divide embed_dim = {embed_dim} >= 1, got {num_heads}")
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         self.dropout = dropout

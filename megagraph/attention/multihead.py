@@ -124,7 +124,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError("need_weights must be False, got True: the weights never exist as a whole")
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask must be there with is_causal=True, got None; pass the causal mask")
-        check_strided("query", query)
+        for name, x in {"query": query, "key": key, "value": value}.items():
+            check_strided(name, x)
         batched = query.ndim == 3
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))

@@ -266,7 +266,12 @@ BAD = {
     ),
     "a computed weight of a ring": (converted_with_norm(mg.BiasedRingAttention), "in_proj_weight must be a parameter"),
     "one sequence": (lambda: mg.BiasedRingAttention(E, H)(torch.zeros(N, E)), r"x must have shape \[B, S, E\], got"),
-    "no heads": (lambda: mg.BiasedRingAttention(E, 0), "num_heads must be at least 1 and divide embed_dim = 32, got 0"),
+    "no heads": (
+        lambda: mg.BiasedRingAttention(E, 0),
+        "num_heads must be at least 1 and divide embed_dim = 32 >= 1, got 0",
+    ),
+    "no width": (lambda: mg.BiasedRingAttention(0, H), "divide embed_dim = 0 >= 1, got 4"),
+    "no keys": (lambda: made()[1](torch.zeros(B, N, E), None, torch.zeros(B, N, E)), "key must be a tensor, got None"),
     "negative heads": (lambda: mg.BiasedRingAttention(E, -4), "num_heads must be at least 1 .* got -4"),
     "more queries than rows": (of_ring(num_queries=N + 1), r"num_queries must be in 0\.\.27, .* got 28"),
     "negative queries": (of_ring(num_queries=-1), r"num_queries must be in 0\.\.27, .* got -1"),
