@@ -283,7 +283,10 @@ class Run:
         for name, value in asdict(config).items():
             expected = getattr(written, name)
             if value != expected:
-                raise ValueError(f"a resumed run needs the data it was started on: {name} was {expected}, got {value}")
+                raise ValueError(
+                    f"a resumed run needs the data it was started on: {name} was {expected}, got {value}; bring that "
+                    "data back, or start a new run"
+                )
 
     def log(self, **values: Any) -> None:
         """Append one line to metrics.jsonl."""
