@@ -60,8 +60,9 @@ class Timeline:
 
 
 def programs(plan: Plan) -> tuple[Program, ...]:
-    """What every rank of the pipeline does, in torch's order."""
-    return _programs(plan.pp, plan.stages_per_rank, plan.num_microbatches, plan.schedule)
+    """What every rank of the pipeline does, in torch's order; without one each micro-batch goes forward and back."""
+    schedule = plan.schedule if plan.pp > 1 else "1f1b"
+    return _programs(plan.pp, plan.stages_per_rank, plan.num_microbatches, schedule)
 
 
 @cache

@@ -41,6 +41,11 @@ def test_bubbles_are_those_of_the_schedule(plan):
             assert all(s.stop <= wait.start + 1e-9 or s.start >= wait.stop - 1e-9 for s in ours)
 
 
+def test_without_a_pipeline_each_micro_batch_goes_back_before_the_next_one():
+    spans = on_paper.spans(cost_model(ALIKE), FOUR, mg.Plan(num_microbatches=3))
+    assert [s.name for s in spans if s.name in timeline.STAGE] == 3 * list(timeline.STAGE)
+
+
 def test_what_comes_before_and_after_the_passes():
     """Two replicas, one twice as slow: 3 s of building half a batch, 12 or 24 s of a layer, then the sum."""
     cost = replace(
