@@ -56,6 +56,7 @@ the number of degrees with a vector of their own, ``rank`` which of several proc
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float64": "fp64"}  # of benches, which time fp16, too
 _TEXTS = {"bias", "direction", "link", "device", "impl", "dtype"}
 _NUMBERS = {"pairs", "convolution", "codes", "rank", *(name for names in FIELDS.values() for name in names)} - _TEXTS
+_ABOVE_ZERO = {"seconds", "ranks", "layers", "peak_bytes", "process_bytes"}  # errors are parts of what was measured
 
 
 def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -79,6 +80,8 @@ def check_rows(rows: Iterable[Row]) -> list[dict[str, Any]]:
         for name, value in row.items():
             if name in _NUMBERS and not (name == "targets" and value is None):
                 check_number(f"row {index} ({kind}): {name}", value)
+                if not value and name in _ABOVE_ZERO and name in FIELDS[kind] and kind != "stall":
+                    raise ValueError(f"row {index} ({kind}): {name} must be above 0, got 0; leave the row out")
             elif name in _TEXTS and not isinstance(value, str) and value is not None:
                 raise ValueError(f"row {index} ({kind}): {name} must be text, got {value!r}")
         if "direction" in FIELDS[kind] and row["direction"] not in ("forward", "backward", "forward_backward"):

@@ -95,6 +95,12 @@ BAD = {
     "row size missing": (rows(dim="gone"), r"row 0 \(layers\) must have the fields .*lacks 'dim'"),
     "row NaN": (rows(seconds=math.nan), r"row 0 \(layers\): seconds must be a number of at least 0, got nan"),
     "row negative": (rows(seconds=-1.0), r"seconds must be a number of at least 0, got -1.0"),
+    "row of no time": (rows(seconds=0.0), r"row 0 \(layers\): seconds must be above 0, got 0; leave the row out"),
+    "row of no layers": (rows(layers=0), r"row 0 \(layers\): layers must be above 0, got 0; leave"),
+    "row of no ranks": (
+        rows(kind="all_reduce", bytes=8, link="node", ranks=0),
+        r"row 0 \(all_reduce\): ranks must be above 0, got 0; leave",
+    ),
     "row text": (rows(heads="8"), r"heads must be a number of at least 0, got '8'"),
     "row direction": (rows(direction="up"), "direction must be forward, backward or forward_backward, got 'up'"),
     "row devices": (
