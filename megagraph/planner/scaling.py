@@ -45,7 +45,7 @@ class Point:
 
 
 def scaling(cluster: Cluster, world_sizes: Iterable[int]) -> Iterator[Point]:
-    """Points of every size, strong and weak, in ascending order of the sizes."""
+    """Points of every size, strong and, but for full batches, weak, in ascending order of the sizes."""
     first = None
     for world_size in sorted(set(world_sizes)):
         cost = cluster.cost_model(world_size)
@@ -53,7 +53,7 @@ def scaling(cluster: Cluster, world_sizes: Iterable[int]) -> Iterator[Point]:
         first = first or world_size
         weak = -(-given.batch_sequences * world_size // first)
         kinds: tuple[tuple[Kind, int], ...] = (("strong", given.batch_sequences), ("weak", weak))
-        for kind, sequences in kinds:
+        for kind, sequences in kinds[:1] if given.pairs else kinds:  # a full batch is the graph, and does not grow
             workload = replace(given, batch_sequences=sequences)
             try:
                 best = search(cost, model, world_size, cluster.memory_bytes(world_size), workload=workload).best

@@ -153,6 +153,14 @@ def test_scaling(folder, monkeypatch, capsys):
     assert (folder / "scaling.png").stat().st_size > 1000
 
 
+def test_a_full_batch_does_not_grow_with_the_devices(folder):
+    cost = mg.planner.CostModel.load(folder / "fast.json")
+    whole = mg.planner.Workload(batch_sequences=1, num_nodes=1000, num_targets=1000, pairs=3000)
+    replace(cost, workload=whole).save(folder / "whole.json")
+    points = scaling(cluster(folder, nodes=[KIND | {"cost": "whole.json"}]), [2, 4])
+    assert [(point.kind, point.world_size, point.sequences) for point in points] == [("strong", 2, 1), ("strong", 4, 1)]
+
+
 def test_bars_stand_over_the_devices_that_they_are_of(folder, tmp_path, monkeypatch):
     figure, (throughput, terms) = plots._figure(2)
     monkeypatch.setattr(plots, "_figure", lambda columns: (figure, (throughput, terms)))
