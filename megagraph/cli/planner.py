@@ -144,7 +144,9 @@ def describe(cost: CostModel) -> str:
         lines.append(f"held out: time MAPE {held['time_mape']:.1%}, R^2 of log time {held['time_r2_log']:.3f}")
     if "memory_mape" in held:
         lines.append(f"held out: memory MAPE {held['memory_mape']:.2%}, R^2 {held['memory_r2']:.4f}")
-    if cost.model is not None and cost.workload is not None:
+    if not any(name.startswith("layer.") for rates in cost.seconds.values() for name in rates):
+        lines.append("no layer was timed, and its projections are taken to be free")
+    elif cost.model is not None and cost.workload is not None:
         first, last = cost.extra_layers(*cost.profiled())
         lines.append(f"the first stage does the work of {first:.2f} layers more, the last one of {last:+.2f}")
     if not cost.links:

@@ -109,11 +109,14 @@ class Cluster:
         """The cost model of the first ranks: what the first kind of device takes, and how much longer others do.
 
         Raises:
-            FileNotFoundError, ValueError: a cost file is not there, or not one; it names no model.
+            FileNotFoundError, ValueError: a cost file is not there, or not one; it names no model, or no seconds.
         """
         kinds = [CostModel.load(kind.cost) for kind in self.nodes]
         model, workload = kinds[0].profiled()
         seconds = [cost.explain(model, Plan(), workload)["slowest rank computes"] for cost in kinds]
+        for kind, own in zip(self.nodes, seconds, strict=True):
+            if not own:
+                raise ValueError(f"{kind.cost} must say what a layer takes, and has no seconds; fit rows of layers")
         slowness = self._of_ranks([own / seconds[0] for own in seconds], world_size)
         given = {"node": self.within_node, "across": self.between_nodes}
         links = dict(kinds[0].links) | {name: link.rates for name, link in given.items() if link is not None}

@@ -235,5 +235,8 @@ def test_devices_that_are_not_there(folder):
         list(scaling(cluster(folder), [0]))
     with pytest.raises(FileNotFoundError):
         cluster(folder, nodes=[KIND | {"cost": "none.json"}]).cost_model(8)
+    replace(cluster(folder).cost_model(4), seconds={"forward": {}, "backward": {}}).save(folder / "free.json")
+    with pytest.raises(ValueError, match=r"free\.json must say what a layer takes, and has no seconds"):
+        cluster(folder, nodes=[KIND | {"cost": "free.json"}]).cost_model(8)
     with pytest.raises(ValueError, match="memory_limit_bytes must be one, or one for each of 4 ranks, got 3"):
         mg.planner.search(cluster(folder).cost_model(4), CONFIG, 4, [1e9, 1e9, 1e9])

@@ -10,6 +10,7 @@ import pytest
 
 import megagraph as mg
 from megagraph import files
+from megagraph.cli.planner import describe
 from megagraph.models.hierarchical import HierarchicalGT
 from megagraph.planner.fitting import COMPUTED, _layered, held_out_third, predict_peak, row_terms, time_errors
 from megagraph.planner.memory import stage_bytes
@@ -201,6 +202,12 @@ def test_zero_bubble_takes_the_backward_pass_of_attention_twice(cost):
     again = synthetic.dot(synthetic.BACKWARD, attention_terms(32, 528, 528, CONFIG, ring=False))
     assert (twice[0] == once[0]).all()
     assert twice[1][0] - once[1][0] == pytest.approx(4 * again)
+
+
+def test_rows_that_time_no_layer_say_so():
+    model, given = CONFIG, asdict(mg.planner.Workload(**synthetic.WORKLOAD))
+    memory = [row | {"model": asdict(model), "workload": given} for row in synthetic.rows() if row["kind"] == "memory"]
+    assert "no layer was timed" in describe(mg.planner.fit(memory))
 
 
 def test_work_of_the_first_and_last_stage_in_layers(cost):
