@@ -158,6 +158,7 @@ def search(
     limits = np.atleast_1d(np.asarray(memory_limit_bytes, float))
     if not (limits > 0).all():
         raise ValueError(f"memory_limit_bytes must be above 0, got {memory_limit_bytes}")
+    limits = np.minimum(limits, np.finfo(float).max)  # inf has no parts to compare
     if len(limits) not in (1, world_size):
         raise ValueError(f"memory_limit_bytes must be one, or one for each of {world_size} ranks, got {len(limits)}")
     given = cost.workload_of(workload)

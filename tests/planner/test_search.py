@@ -220,6 +220,11 @@ def test_pareto_front(cost):
         assert any(p.step_seconds <= c.step_seconds * (1 + 1e-8) and p.peak_bytes <= c.peak_bytes for p in found.pareto)
 
 
+def test_memory_without_a_limit_is_plenty(cost):
+    free, plenty = (mg.planner.search(cost, CONFIG, 4, limit) for limit in (math.inf, PLENTY))
+    assert free.candidates == plenty.candidates and free.pareto == plenty.pareto
+
+
 def test_no_point_of_the_figure_beats_the_front_but_bounds_which_are_pale(cost, tmp_path, monkeypatch):
     figure, (axis,) = plots._figure(1)
     monkeypatch.setattr(plots, "_figure", lambda columns: (figure, [axis]))
