@@ -20,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from megagraph import files
+from megagraph.flags import short
 from megagraph.planner.cost import CostModel
-from megagraph.planner.plan import Plan
+from megagraph.planner.plan import MAX_PROCESSES, Plan
 from megagraph.planner.workload import check_number
 
 ALIKE = 1e-3  # kinds of device whose speeds differ by less are one
@@ -92,6 +93,8 @@ class Cluster:
                 f"nodes must all have as many devices, got {[kind.devices for kind in self.nodes]}; "
                 "leave devices out, or plan each kind of node for itself"
             )
+        if self.world_size > MAX_PROCESSES:
+            raise ValueError(f"nodes must have at most {MAX_PROCESSES} devices together, got {short(self.world_size)}")
 
     @property
     def world_size(self) -> int:

@@ -15,8 +15,9 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Across = Literal["pp", "dp"]
 
 _SCHEDULES, _ACROSS = get_args(ScheduleName), get_args(Across)
+MAX_PROCESSES = 1 << 20
 # a schedule is made of all stages and micro-batches
-_MOST = {"pp": 1 << 20, "cp": 1 << 20, "dp": 1 << 20, "stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
+_MOST = dict.fromkeys(("pp", "cp", "dp"), MAX_PROCESSES) | {"stages_per_rank": 1 << 14, "num_microbatches": 1 << 14}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from megagraph.models.config import ModelConfig
 from megagraph.planner.cost import CostModel
 from megagraph.planner.links import ranks_of
 from megagraph.planner.memory import Kept, kept_bytes, shared_bytes, stage_totals
-from megagraph.planner.plan import Across, Plan
+from megagraph.planner.plan import MAX_PROCESSES, Across, Plan
 from megagraph.planner.shapes import shapes_with
 from megagraph.planner.split import Floats, NoFeasiblePlan, StageTables, balance, lightest_split, moves
 from megagraph.planner.terms import stage_parameters
@@ -31,7 +31,6 @@ KERNEL_TILE = 16  # regular rows of a rank: fewer do not fill one tile of the fu
 HEADROOM = 0.08  # of the memory limit, left for what the model does not know
 FEW_SPLITS = 64  # of the layers, of which all are run on paper
 MOST_MOVES, NEAR = 12, 1.1  # runs on paper to find a better split of a plan that is not slower than the best by more
-MAX_PROCESSES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

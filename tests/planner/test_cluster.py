@@ -206,6 +206,7 @@ BAD = {
     "nodes": (dict(nodes="gone"), "expected a cluster with a list of nodes in .*, got None"),
     "no nodes": (dict(nodes=[]), r"expected a cluster with a list of nodes in .*, got \[\]"),
     "count": (dict(nodes=[KIND | {"count": 0}]), "count of nodes must be at least 1, got 0"),
+    "huge": (dict(nodes=[KIND | {"count": 10**20}]), "at most 1048576 devices together, got 4000"),
     "devices": (dict(nodes=[KIND, KIND | {"devices": 8}]), r"nodes must all have as many devices, got \[4, 8\]"),
     "memory": (dict(nodes=[KIND | {"memory_gib": 0}]), "memory_gib must be above 0, got 0"),
     "unit": (dict(nodes=[KIND | {"memory": 8}]), "must hold nodes of the cluster in .* with the fields"),
