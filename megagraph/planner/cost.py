@@ -139,7 +139,12 @@ class CostModel:
         except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{path} does not hold what a cost model holds: {error}") from error
         files.check_values(whole, f"a cost model as it was written, got {path}", by_hand=True)
-        return files.typed(cls, values, f"a cost model in {path}")
+        made = files.typed(cls, values, f"a cost model in {path}")
+        for name, low in (("workers", 0), ("ranks_per_node", 1)):
+            given = made.origin.get(name, "1")
+            if not (given.isdecimal() and len(given) < 10 and int(given) >= low):
+                raise ValueError(f"{path}: origin.{name} must be an integer of at least {low}, got {given!r}")
+        return made
 
     # ---- what a plan will cost
 

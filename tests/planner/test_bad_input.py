@@ -126,6 +126,11 @@ BAD = {
     "cost range": (fields(ranges={"dim": [1, 10**400]}), "does not hold what a cost model holds: .*too large"),
     "cost workload": (fields(workload={"num_nodes": []}), "expected a cost model whose workload is right"),
     "cost origin": (fields(origin=[], checksum="gone"), "expected a cost model in .* whose origin is right, got "),
+    "cost ranks of a node": (
+        fields(origin={"ranks_per_node": "0"}, checksum="gone"),
+        "origin.ranks_per_node must be an integer of at least 1, got '0'",
+    ),
+    "cost workers": (fields(origin={"workers": "x"}, checksum="gone"), "origin.workers must be an integer of .*'x'"),
     "cost not a table": (fields(links=3), "does not hold what a cost model holds"),
     "plan file": (plan_file('{"pp": 2, "tp": 8}'), r"must hold a plan with the fields .*got {'pp': 2, 'tp': 8}"),
     "plan file empty": (plan_file("{}"), "expected a plan with pp, cp, dp or more, got {} in"),
