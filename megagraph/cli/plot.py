@@ -306,7 +306,9 @@ def plot_stages(
         _image(out)
         fitted = CostModel.load(cost)
         model, workload = fitted.profiled()
-        plots.stages(fitted, model, Plan.load(plan), workload, out)
+        given, batch = Plan.load(plan), workload.batch_sequences
+        given.check(world_size=given.world_size, num_layers=model.layers, heads=model.heads, batch_sequences=batch)
+        plots.stages(fitted, model, given, workload, out)
         print(out)
 
     return Job(job)

@@ -184,6 +184,15 @@ def test_the_legend_of_stages_hides_no_bar_and_their_sum_is_that_of_the_rank(fol
     assert [2**30 * top for top in tops.values()] == pytest.approx(cost.memory_bytes(CONFIG, plan))
 
 
+def test_stages_of_a_plan_that_the_batch_of_the_profile_does_not_fill_are_not_drawn(folder, monkeypatch, capsys):
+    mg.Plan(dp=65).save(folder / "wide.json")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "plot", "stages", folder / "fast.json", folder / "wide.json", "--out", folder / "wide.png")
+    assert "every replica must have a sequence for each of num_microbatches = 1, got 0 of the 64" in (
+        capsys.readouterr().err
+    )
+
+
 def test_what_does_not_fit_is_said(folder, tmp_path):
     points = list(scaling(cluster(folder, nodes=[KIND | {"memory_gib": 1e-3}]), [4]))
     plots.scaling(points, tmp_path / "scaling.png")  # without a warning of an empty legend
