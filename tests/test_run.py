@@ -485,7 +485,7 @@ def test_a_rank_without_room_is_named_by_the_others(tmp_path, monkeypatch):
     def batches(*_):
         raise MemoryError("rank 1: no room")  # as on_every_rank says it
 
-    monkeypatch.setattr(train, "batches", batches)
+    monkeypatch.setattr(train, "same_batches", batches)
     with pytest.raises(MemoryError, match=r"^out of memory in build, plan 1,1,1: rank 1: no room; less is taken by"):
         mg.Trainer(config(tmp_path / "run")).fit(graph())
 
